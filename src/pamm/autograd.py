@@ -1,0 +1,46 @@
+"""The one autograd Function: a linear layer whose weight gradient comes from a compressed input.
+
+    y  = x W.T + bias          exact
+    dx = dy W                  exact
+    dbias = sum_i dy_i         exact
+    dW ~ (X.T dy).T            from the state a compressor kept in place of X
+
+Saved for backward: W and the state. A Function and not a pair of saved-tensor hooks, because the
+hooks would rebuild X in backward: a tensor of tokens times features, and the whole product after it.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from pamm.compressors import Compressor
+
+
+class CompressedLinear(torch.autograd.Function):
+    """``F.linear`` with a weight gradient from ``state``; apply through ``functional``."""
+
+    @staticmethod
+    def forward(
+        x: Tensor, weight: Tensor, bias: Tensor | None, compressor: Compressor, *state: Tensor
+    ) -> Tensor:
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, weight, _, compressor, *state = inputs
+        ctx.compressor = compressor  # type: ignore[attr-defined]
+        ctx.save_for_backward(weight, *state)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        weight, *state = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        rows = grad.reshape(-1, weight.shape[0])
+        grad_x = (rows @ weight).reshape(*grad.shape[:-1], -1) if needs_x else None
+        grad_weight = ctx.compressor.weight_grad(tuple(state), rows) if needs_weight else None
+        grad_bias = rows.sum(0) if needs_bias else None
+        return grad_x, grad_weight, grad_bias, None, *(None for _ in state)

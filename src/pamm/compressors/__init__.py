@@ -1,0 +1,20 @@
+"""Methods that keep a small state instead of X and later give an approximate X.T @ G from it.
+
+Add a method: one file with a class that follows ``Compressor``, one line in ``_METHODS``, and its
+name in ``pamm.config.METHODS``.
+"""
+
+from pamm.compressors.exact import Exact
+from pamm.compressors.pamm import Pamm
+from pamm.compressors.protocol import Compressor, State
+from pamm.compressors.uniform_crs import UniformCRS
+from pamm.config import PammConfig
+
+_METHODS = {"pamm": Pamm, "uniform_crs": UniformCRS, "exact": Exact}
+
+__all__ = ["Compressor", "Exact", "Pamm", "State", "UniformCRS", "compressor"]
+
+
+def compressor(config: PammConfig) -> Compressor:
+    """The compressor that ``config.method`` names."""
+    return _METHODS[config.method](config)

@@ -1,0 +1,141 @@
+"""One frozen object that says how inputs are compressed. All validation lives here."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import math
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pamm.errors import PammError
+
+METHODS = ("pamm", "uniform_crs", "exact")
+
+
+@dataclasses.dataclass(frozen=True)
+class PammConfig:
+    """How the input of a group of linear layers is kept for backward.
+
+    Args:
+        method: ``"pamm"`` (the paper's method), ``"uniform_crs"`` (keep the generators, drop every
+            other row: PAMM with tolerance 0) or ``"exact"`` (keep X; the control in comparisons).
+        ratio: r, the share of the b tokens kept as generators, 0 < r <= 1:
+            k = min(b, max(1, ceil(r b))). A string such as ``"1/512"`` is read as a fraction.
+        tolerance: epsilon of the paper's eq. 3, relative to a row's norm: a row is kept if
+            ||A_i - A~_i|| <= epsilon ||A_i||. ``None`` (or infinity) keeps every row, which the
+            paper found best; 0 keeps the generators alone; 1 and above equal ``None``.
+        seed: of the private stream that draws generators. The global random state is never used.
+
+    Raises:
+        PammError: if a value is outside what is allowed.
+
+    Example:
+        >>> PammConfig(ratio="1/128").generators(tokens=4096)
+        32
+    """
+
+    method: str = "pamm"
+    ratio: float = 1 / 512
+    tolerance: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise PammError(f"method is {self.method!r}; choose one of {', '.join(METHODS)}.")
+        object.__setattr__(self, "ratio", _ratio(self.ratio))
+        object.__setattr__(self, "tolerance", _tolerance(self.tolerance))
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
+            raise PammError(f"seed is {self.seed!r}; give a whole number, 0 or above.")
+
+    def generators(self, tokens: int) -> int:
+        """k = min(b, max(1, ceil(r b))), in integer arithmetic so that 0.1 * 30 is 3 and not 4."""
+        share = Fraction(self.ratio).limit_denominator(1 << 20)
+        return min(tokens, max(1, -(-tokens * share.numerator // share.denominator)))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON or YAML."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> PammConfig:
+        """Inverse of ``to_dict``; an unknown key is an error."""
+        names = [field.name for field in dataclasses.fields(cls)]
+        check_keys(values, names, "the PAMM configuration")
+        return cls(**values)
+
+    def save(self, path: str | Path) -> None:
+        """Write to a ``.json``, ``.yaml`` or ``.yml`` file."""
+        path = Path(path)
+        text = (
+            json.dumps(self.to_dict(), indent=2) + "\n"
+            if _suffix(path) == "json"
+            else yaml.safe_dump(self.to_dict(), sort_keys=False)
+        )
+        path.write_text(text, encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> PammConfig:
+        """Read a file that ``save`` wrote, or that a person did."""
+        return cls.from_dict(read_mapping(path))
+
+
+def read_mapping(path: str | Path) -> dict[str, Any]:
+    """Read a JSON or YAML file that holds one mapping; anything else is an error."""
+    path = Path(path)
+    suffix = _suffix(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise PammError(f"cannot read {path}: {error.strerror}.") from error
+    try:
+        values = json.loads(text) if suffix == "json" else yaml.safe_load(text)
+    except (ValueError, yaml.YAMLError) as error:
+        raise PammError(f"{path} is not valid {suffix.upper()}: {error}") from error
+    if not isinstance(values, dict):
+        raise PammError(f"{path} holds {type(values).__name__}; write 'key: value' lines instead.")
+    return values
+
+
+def check_keys(values: dict[str, Any], allowed: list[str], where: str) -> None:
+    """Refuse keys that nothing would read, and say which name was probably meant."""
+    for key in values:
+        if key not in allowed:
+            near = difflib.get_close_matches(str(key), allowed, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise PammError(f"{where} has no key {key!r}; {hint}Allowed: {', '.join(allowed)}.")
+
+
+def _suffix(path: Path) -> str:
+    suffix = path.suffix.lower()
+    if suffix not in (".json", ".yaml", ".yml"):
+        raise PammError(f"{path} must end in .json, .yaml or .yml.")
+    return "json" if suffix == ".json" else "yaml"
+
+
+def _ratio(value: object) -> float:
+    try:
+        number = float(Fraction(value)) if isinstance(value, str) else float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, ZeroDivisionError):
+        number = math.nan
+    if not 0 < number <= 1 or isinstance(value, bool):
+        raise PammError(f"ratio is {value!r}; give a number above 0 and at most 1, such as 1/512.")
+    return number
+
+
+def _tolerance(value: object) -> float | None:
+    if value is None:
+        return None
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        number = math.nan
+    if math.isnan(number) or number < 0 or isinstance(value, bool):
+        raise PammError(
+            f"tolerance is {value!r}; give a number, 0 or above, or None to keep every row."
+        )
+    return None if math.isinf(number) else number

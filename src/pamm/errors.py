@@ -1,0 +1,13 @@
+"""The errors a user of pamm can meet. Every message says what was given, what is allowed, what to do."""
+
+
+class PammError(ValueError):
+    """Anything pamm refuses: a bad argument, an unreadable file, a run that cannot go on."""
+
+
+class NothingToConvertError(PammError):
+    """No group of projections was found, so training would go on exactly as before."""
+
+
+class PartialGroupError(PammError):
+    """Some, but not all, readers of one input were selected; that frees no memory."""

@@ -1,0 +1,150 @@
+"""The functional layer: PAMM on any ``A.T @ B``, and a linear layer with a PAMM weight gradient."""
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from pamm import ops
+from pamm.autograd import CompressedLinear
+from pamm.compressors import Compressor, State, compressor
+from pamm.config import PammConfig
+from pamm.errors import PammError
+from pamm.stream import Stream
+from pamm.types import Compressed
+
+
+@torch.no_grad()
+def compress(
+    a: Float[Tensor, "tokens n"], config: PammConfig | None = None, *, stream: Stream | None = None
+) -> Compressed:
+    """Keep k rows of A, and for every row an assignment and a coefficient.
+
+    A~_i = alpha_i C_f(i), f(i) = argmax_j |csim(A_i, C_j)|, alpha_i = <A_i, C_f> / ||C_f||^2
+    (PAMM, section 3.1). Not differentiable.
+
+    Args:
+        a: the matrix, any float dtype, any strides.
+        config: ratio, tolerance and seed; the defaults of ``PammConfig`` if left out.
+        stream: draws the generators, new ones at each call. Without one, the first draw of
+            ``Stream(config.seed)``, the same at each call.
+
+    Returns:
+        ``Compressed`` with C (k, n) and alpha (tokens,) in A's dtype, f (tokens,) in uint8, int16
+        or int32, and beta, an fp32 scalar. All sums are taken in fp32 (fp64 for fp64).
+
+    Raises:
+        PammError: if ``a`` is not a floating-point matrix, or the config is for another method.
+
+    Example:
+        >>> a = torch.randn(1024, 64)
+        >>> compress(a, PammConfig(ratio="1/128")).generators.shape
+        torch.Size([8, 64])
+    """
+    config = config or PammConfig()
+    if config.method != "pamm":
+        raise PammError(f"compress is for method 'pamm'; the config says {config.method!r}.")
+    if a.ndim != 2 or not a.is_floating_point():
+        raise PammError(
+            f"compress takes a floating-point matrix of rows to compress; got {a.dtype} of shape "
+            f"{tuple(a.shape)}. Flatten leading axes with a.reshape(-1, a.shape[-1])."
+        )
+    stream = stream or Stream(config.seed)
+    index = stream.draw(len(a), config.generators(len(a)), a.device)
+    return ops.compress(a, index, config.tolerance)
+
+
+@torch.no_grad()
+def approx_matmul(compressed: Compressed, b: Float[Tensor, "tokens m"]) -> Float[Tensor, "n m"]:
+    """O~ = beta C.T @ B~, about A.T @ B, where B~_j = sum_{f(i)=j} alpha_i B_i (PAMM, section 3.1).
+
+    Takes b m + k n m multiplications in place of b n m. Sums in fp32 (fp64 for fp64), result in
+    B's dtype. Not differentiable.
+
+    Raises:
+        PammError: if B has not one row for each row of A, or another dtype.
+
+    Example:
+        >>> a, b = torch.randn(1024, 64), torch.randn(1024, 16)
+        >>> approx_matmul(compress(a, PammConfig(ratio=1.0)), b).allclose(a.T @ b, atol=1e-3)
+        True
+    """
+    tokens, dtype = len(compressed.assignment), compressed.generators.dtype
+    if b.ndim != 2 or len(b) != tokens or b.dtype != dtype:
+        raise PammError(
+            f"approx_matmul takes a {dtype} matrix of {tokens} rows, one for each compressed row; "
+            f"got {b.dtype} of shape {tuple(b.shape)}."
+        )
+    return ops.expand(compressed, ops.contract(compressed, b), b.dtype).T.contiguous()
+
+
+def linear(
+    x: Float[Tensor, "*batch n"],
+    weight: Float[Tensor, "m n"],
+    bias: Float[Tensor, " m"] | None = None,
+    *,
+    config: PammConfig,
+    stream: Stream,
+) -> Float[Tensor, "*batch m"]:
+    """y = x W.T + bias, with dW from a compressed x (PAMM, algorithms 2 and 3).
+
+    y, dx and dbias are exact, bit for bit those of ``F.linear``. Saves W and the state of
+    ``config.method``, not x. Follows autocast. Where W needs no gradient, or gradients are off, it
+    is plain ``F.linear``: nothing is drawn and nothing is saved. Twice differentiable it is not.
+
+    Args:
+        x: input of any rank from 1.
+        weight: W, as in ``nn.Linear``.
+        bias: optional.
+        config: method, ratio and tolerance.
+        stream: draws the generators; keep one for the whole training run.
+
+    Example:
+        >>> x, weight = torch.randn(2, 128, 64), torch.randn(32, 64, requires_grad=True)
+        >>> y = linear(x, weight, config=PammConfig(ratio="1/16"), stream=Stream())
+        >>> y.sum().backward()
+        >>> weight.grad.shape
+        torch.Size([32, 64])
+    """
+    if not (weight.requires_grad and torch.is_grad_enabled()):
+        return F.linear(x, weight, bias)
+    method = compressor(config)
+    x, weight, bias = autocast(x, weight, bias)
+    return linear_from_state(x, weight, bias, method, compress_rows(method, x, stream))
+
+
+def autocast(
+    x: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What autocast does to the arguments of ``F.linear``, so that the output dtype is the same."""
+    device = x.device.type
+    if not torch.is_autocast_enabled(device):
+        return x, weight, bias
+    dtype = torch.get_autocast_dtype(device)
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor if tensor.dtype == torch.float64 else tensor.to(dtype)
+
+    return cast(x), cast(weight), None if bias is None else cast(bias)
+
+
+@torch.no_grad()
+def compress_rows(method: Compressor, x: Float[Tensor, "*batch n"], stream: Stream) -> State:
+    """The state of X with its leading axes flattened."""
+    return method.compress(x.reshape(-1, x.shape[-1]), stream)
+
+
+def linear_from_state(
+    x: Float[Tensor, "*batch n"],
+    weight: Float[Tensor, "m n"],
+    bias: Float[Tensor, " m"] | None,
+    method: Compressor,
+    state: State,
+) -> Float[Tensor, "*batch m"]:
+    """The linear layer, its weight gradient taken from a state that ``method`` made of x."""
+    if x.ndim > 2 and x.is_contiguous():
+        # The Function then returns a tensor of its own and not a view, which autograd would not
+        # let callers change in place.
+        y = CompressedLinear.apply(x.view(-1, x.shape[-1]), weight, bias, method, *state)
+        return y.view(*x.shape[:-1], -1)
+    return CompressedLinear.apply(x, weight, bias, method, *state)

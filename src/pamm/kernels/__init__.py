@@ -1,0 +1,1 @@
+"""Fast implementations of what ``pamm.reference`` defines, one backend a file."""

@@ -1,0 +1,57 @@
+"""Parameter groups: the paper trains PAMM's weights at a reduced learning rate."""
+
+from typing import Any
+
+from torch import nn
+
+from pamm.errors import PammError
+from pamm.nn import PammLinear
+
+
+def param_groups(
+    model: nn.Module, *, lr: float, lr_factor: float, weight_decay: float = 0.0
+) -> list[dict[str, Any]]:
+    """Groups for an optimizer: weights with a compressed input get ``lr * lr_factor``.
+
+    The paper pre-trains with ``lr_factor=0.25`` and fine-tunes with 2 or 4; 1 treats all alike.
+    Vectors (biases, norm scales) are not decayed, matrices are. Biases of converted layers have
+    exact gradients and keep ``lr``. Schedulers that scale every group keep the factor.
+
+    Args:
+        model: converted or not; an unconverted one has no reduced group.
+        lr: learning rate, above 0.
+        lr_factor: of the weights trained by PAMM, above 0.
+        weight_decay: of matrices, 0 or above.
+
+    Returns:
+        Up to four groups with keys params, lr, weight_decay and name; empty ones are left out,
+        frozen parameters too, and a parameter used twice appears once.
+
+    Raises:
+        PammError: if a number is out of range.
+
+    Example:
+        >>> [group["lr"] for group in param_groups(nn.Linear(2, 2), lr=1.0, lr_factor=0.25)]
+        [1.0, 1.0]
+    """
+    for name, value in (("lr", lr), ("lr_factor", lr_factor)):
+        if not value > 0:
+            raise PammError(f"{name} is {value!r}; give a number above 0.")
+    if not weight_decay >= 0:
+        raise PammError(f"weight_decay is {weight_decay!r}; give a number, 0 or above.")
+
+    reduced = {id(m.weight) for m in model.modules() if isinstance(m, PammLinear)}
+    split: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    for parameter in model.parameters():  # yields each parameter once
+        if parameter.requires_grad:
+            key = (id(parameter) in reduced, parameter.ndim >= 2)
+            split.setdefault(key, []).append(parameter)
+    return [
+        {
+            "params": parameters,
+            "lr": lr * lr_factor if is_reduced else lr,
+            "weight_decay": weight_decay if is_matrix else 0.0,
+            "name": f"{'pamm' if is_reduced else 'other'}_{'decay' if is_matrix else 'no_decay'}",
+        }
+        for (is_reduced, is_matrix), parameters in sorted(split.items(), reverse=True)
+    ]

@@ -1,0 +1,82 @@
+"""One compression for each group: q, k and v read one X, so they share one state.
+
+The second and third reader recognise X by *object identity*, taken before any cast; never by its
+address, which another tensor may reuse. A state is used again only if nothing can have changed:
+
+- the same tensor object, alive, with the same version (nothing was written into it);
+- the same dtype to compute in;
+- by a layer that has not used this state yet. A second call of the same layer is a new forward
+  pass and gets a new draw.
+
+The group holds a state no longer than needed: until every member has used it, or X is gone.
+After that only autograd's graph holds it.
+"""
+
+import threading
+import weakref
+
+import torch
+from torch import Tensor
+
+from pamm.compressors import Compressor, State
+from pamm.functional import compress_rows
+from pamm.stream import Stream
+
+
+class _Current(threading.local):
+    """What the group's last compression was made of; one for each thread of ``DataParallel``."""
+
+    x: "weakref.ref[Tensor] | None" = None
+    version: int = -1
+    dtype: torch.dtype | None = None
+    state: State = ()
+    waiting: frozenset[int] = frozenset()
+
+
+class Group:
+    """All linear layers that read one tensor, with the compressor and the stream they share.
+
+    Args:
+        name: the group's name in the model, ``model.layers.0.self_attn.{q_proj,k_proj,v_proj}``.
+        members: how many layers it has.
+        method: what keeps the state.
+        stream: draws the generators.
+    """
+
+    def __init__(self, name: str, members: int, method: Compressor, stream: Stream) -> None:
+        self.name = name
+        self.members = members
+        self.method = method
+        self.stream = stream
+        self._current = _Current()
+
+    def state(self, member: int, x: Tensor, cast: Tensor) -> State:
+        """The state of X for layer number ``member``; ``cast`` is X in the dtype to compute in."""
+        now = self._current
+        known = (
+            now.x is not None
+            and now.x() is x
+            and now.version == x._version
+            and now.dtype == cast.dtype
+            and member in now.waiting
+        )
+        if not known:
+            now.state = compress_rows(self.method, cast, self.stream)
+            now.x = weakref.ref(x, self._forget)
+            now.version, now.dtype = x._version, cast.dtype
+            now.waiting = frozenset(range(self.members))
+        state = now.state
+        now.waiting -= {member}
+        if not now.waiting:
+            self._forget()
+        return state
+
+    def _forget(self, _: object = None) -> None:
+        self._current.x, self._current.state = None, ()
+
+    def __getstate__(self) -> dict[str, object]:
+        """Copies and pickles start without a current state: it belongs to a forward pass."""
+        return {name: value for name, value in vars(self).items() if name != "_current"}
+
+    def __setstate__(self, values: dict[str, object]) -> None:
+        vars(self).update(values, _current=_Current())
