@@ -5,8 +5,8 @@
     dbias = sum_i dy_i         exact
     dW ~ (X.T dy).T            from the state a compressor kept in place of X
 
-Saved for backward: W and the state. A Function and not a pair of saved-tensor hooks, because the
-hooks would rebuild X in backward: a tensor of tokens times features, and the whole product after it.
+Saved for backward: W and the state. A Function and not a pair of saved-tensor hooks, because hooks
+would rebuild X in backward, a tensor of tokens times features, and take the whole product with it.
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ class CompressedLinear(torch.autograd.Function):
     """``F.linear`` with a weight gradient from ``state``; apply through ``functional``."""
 
     @staticmethod
-    def forward(
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         x: Tensor, weight: Tensor, bias: Tensor | None, compressor: Compressor, *state: Tensor
     ) -> Tensor:
         return F.linear(x, weight, bias)
@@ -36,7 +36,9 @@ class CompressedLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad: Tensor
+    ) -> tuple[Tensor | None, ...]:
         weight, *state = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         rows = grad.reshape(-1, weight.shape[0])

@@ -1,4 +1,4 @@
-"""The errors a user of pamm can meet. Every message says what was given, what is allowed, what to do."""
+"""The errors a user can meet; each says what was given, what is allowed, what to do."""
 
 
 class PammError(ValueError):

@@ -109,11 +109,11 @@ def linear(
     if not (weight.requires_grad and torch.is_grad_enabled()):
         return F.linear(x, weight, bias)
     method = compressor(config)
-    x, weight, bias = autocast(x, weight, bias)
+    x, weight, bias = cast_like_autocast(x, weight, bias)
     return linear_from_state(x, weight, bias, method, compress_rows(method, x, stream))
 
 
-def autocast(
+def cast_like_autocast(
     x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """What autocast does to the arguments of ``F.linear``, so that the output dtype is the same."""

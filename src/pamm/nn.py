@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from pamm.functional import autocast, linear_from_state
+from pamm.functional import cast_like_autocast, linear_from_state
 from pamm.sharing import Group
 
 
@@ -31,13 +31,13 @@ class PammLinear(nn.Linear):
     def release(self) -> None:
         """Turn this layer back into a plain ``nn.Linear`` in place."""
         del self.pamm_group, self.pamm_member
-        self.__class__ = nn.Linear
+        self.__class__ = nn.Linear  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(self, input: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch m"]:
         """x W.T + bias."""
         if not (self.training and self.weight.requires_grad and torch.is_grad_enabled()):
             return F.linear(input, self.weight, self.bias)
-        x, weight, bias = autocast(input, self.weight, self.bias)
+        x, weight, bias = cast_like_autocast(input, self.weight, self.bias)
         state = self.pamm_group.state(self.pamm_member, input, x)
         return linear_from_state(x, weight, bias, self.pamm_group.method, state)
 

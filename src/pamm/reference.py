@@ -71,9 +71,7 @@ def compress(
     return Compressed(c, f.to(assignment_dtype(k)), alpha.to(a.dtype), beta.to(torch.float32))
 
 
-def approx_matmul(
-    compressed: Compressed, b: Float[Tensor, "tokens m"]
-) -> Float[Tensor, "n m"]:
+def approx_matmul(compressed: Compressed, b: Float[Tensor, "tokens m"]) -> Float[Tensor, "n m"]:
     """O~ = beta * C.T @ B~, the approximation of A.T @ B, with B~_j the alpha-weighted sum of rows.
 
     Sums in fp32 (fp64 for fp64 inputs); the result has B's dtype.

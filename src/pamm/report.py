@@ -93,11 +93,12 @@ class Report:
                 format_bytes(held),
                 f"{1 - held / exact:.2%}" if exact else "",
             )
-        console = Console(file=io.StringIO(), width=110)
+        console = Console(file=io.StringIO(), width=120)
         console.print(table)
         for name, reason in self._skipped():
             console.print(f"skipped {name}: {reason}", markup=False, highlight=False)
-        return console.file.getvalue().rstrip()  # type: ignore[attr-defined]
+        lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+        return "\n".join(line.rstrip() for line in lines)
 
     def __str__(self) -> str:
         return self.table()

@@ -42,7 +42,9 @@ class Stream:
         if self._position.device != device:
             self._position = self._position.to(device)
         low, high = self._key
-        index = permutation_prefix(tokens, k, low, high ^ (_rank() * _GOLDEN & _WORD), self._position)
+        index = permutation_prefix(
+            tokens, k, low, high ^ (_rank() * _GOLDEN & _WORD), self._position
+        )
         self._position += 1
         return index
 

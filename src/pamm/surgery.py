@@ -8,7 +8,6 @@ is replaced: the projections themselves change class. So every model whose atten
 import fnmatch
 from collections.abc import Callable, Iterable, Iterator
 
-import torch
 from torch import nn
 
 from pamm.compressors import compressor

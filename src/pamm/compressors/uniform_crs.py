@@ -1,4 +1,4 @@
-"""Uniform column-row sampling: what remains of PAMM when every row but the generators is dropped."""
+"""Uniform column-row sampling: PAMM when every row but the generators is dropped."""
 
 import torch
 from jaxtyping import Float
