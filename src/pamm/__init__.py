@@ -1,14 +1,20 @@
 """PAMM: attention's q, k and v projections train without keeping their input."""
 
-from pamm import nn
-from pamm.config import PammConfig
-from pamm.errors import NothingToConvertError, PammError, PartialGroupError
-from pamm.functional import approx_matmul, compress, linear
-from pamm.optim import param_groups
-from pamm.report import Report
-from pamm.stream import Stream
-from pamm.surgery import convert, revert, seek
-from pamm.types import Compressed
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pamm import nn
+    from pamm.config import PammConfig
+    from pamm.errors import NothingToConvertError, PammError, PartialGroupError
+    from pamm.functional import approx_matmul, compress, linear
+    from pamm.optim import param_groups
+    from pamm.report import Report
+    from pamm.stream import Stream
+    from pamm.surgery import convert, revert, seek
+    from pamm.types import Compressed
 
 __version__ = "0.1.0"
 
@@ -29,3 +35,33 @@ __all__ = [
     "revert",
     "seek",
 ]
+
+# Names load when first used, so that `pamm --help` does not wait seconds for torch.
+_HOMES = {
+    "Compressed": "types",
+    "NothingToConvertError": "errors",
+    "PammConfig": "config",
+    "PammError": "errors",
+    "PartialGroupError": "errors",
+    "Report": "report",
+    "Stream": "stream",
+    "approx_matmul": "functional",
+    "compress": "functional",
+    "convert": "surgery",
+    "linear": "functional",
+    "param_groups": "optim",
+    "revert": "surgery",
+    "seek": "surgery",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "nn":
+        return importlib.import_module("pamm.nn")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'pamm' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"pamm.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
