@@ -44,5 +44,5 @@ class CompressedLinear(torch.autograd.Function):
         rows = grad.reshape(-1, weight.shape[0])
         grad_x = (rows @ weight).reshape(*grad.shape[:-1], -1) if needs_x else None
         grad_weight = ctx.compressor.weight_grad(tuple(state), rows) if needs_weight else None
-        grad_bias = rows.sum(0) if needs_bias else None
+        grad_bias = grad.sum_to_size(weight.shape[0]) if needs_bias else None
         return grad_x, grad_weight, grad_bias, None, *(None for _ in state)

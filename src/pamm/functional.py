@@ -142,9 +142,9 @@ def linear_from_state(
     state: State,
 ) -> Float[Tensor, "*batch m"]:
     """The linear layer, its weight gradient taken from a state that ``method`` made of x."""
-    if x.ndim > 2 and x.is_contiguous():
-        # The Function then returns a tensor of its own and not a view, which autograd would not
-        # let callers change in place.
+    if x.ndim != 2 and x.is_contiguous():
+        # As F.linear does itself. The Function then returns a tensor of its own: of a view it made,
+        # autograd would forbid changes in place.
         y = CompressedLinear.apply(x.view(-1, x.shape[-1]), weight, bias, method, *state)
         return y.view(*x.shape[:-1], -1)
     return CompressedLinear.apply(x, weight, bias, method, *state)

@@ -5,7 +5,7 @@ Both are deterministic functions of their arguments: drawing the generators is d
 """
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Integer
 from torch import Tensor
 
 from pamm.kernels import plain
@@ -13,7 +13,7 @@ from pamm.types import Compressed
 
 
 def compress(
-    x: Float[Tensor, "tokens n"], index: Int[Tensor, " k"], tolerance: float | None = None
+    x: Float[Tensor, "tokens n"], index: Integer[Tensor, " k"], tolerance: float | None = None
 ) -> Compressed:
     """Keep the rows ``index`` of X, an assignment and a coefficient: ``reference.compress``."""
     with torch.autocast(x.device.type, enabled=False):

@@ -13,7 +13,7 @@ kept; NaN and Inf are not filtered, because loss scalers look for them in the gr
 """
 
 import torch
-from jaxtyping import Float, Int, Int64
+from jaxtyping import Float, Int64, Integer
 from torch import Tensor
 
 from pamm.types import Compressed, accumulation_dtype, assignment_dtype
@@ -45,7 +45,7 @@ def assign(
 
 def compress(
     a: Float[Tensor, "tokens n"],
-    index: Int[Tensor, " k"],
+    index: Integer[Tensor, " k"],
     tolerance: float | None = None,
 ) -> Compressed:
     """Keep the rows ``index`` of A, and for every row the one that stands for it and its scale.
@@ -67,8 +67,9 @@ def compress(
         too_far = cosine_squared < 1 - tolerance**2
         dropped = (too_far | (tolerance == 0)) & ~is_generator
     alpha = alpha.masked_fill(dropped, 0)
-    beta = tokens / (tokens - dropped.sum()).clamp(min=1).float()
-    return Compressed(c, f.to(assignment_dtype(k)), alpha.to(a.dtype), beta.to(torch.float32))
+    kept = (tokens - dropped.sum()).clamp(min=1).float()
+    beta = torch.full_like(kept, max(tokens, 1)) / kept
+    return Compressed(c, f.to(assignment_dtype(k)), alpha.to(a.dtype), beta)
 
 
 def approx_matmul(compressed: Compressed, b: Float[Tensor, "tokens m"]) -> Float[Tensor, "n m"]:

@@ -77,7 +77,7 @@ def permutation_prefix(
 
     valid = value < tokens
     slot = torch.where(valid, valid.cumsum(0) - 1, k).clamp(max=k)  # the surplus goes to slot k
-    return value.new_empty(k + 1).scatter_(0, slot, value)[:k]
+    return value.new_empty(k + 1).scatter_(0, slot, value)[:k].clone()
 
 
 def _mix(x: Tensor) -> Tensor:

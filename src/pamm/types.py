@@ -13,7 +13,7 @@ k         generators                                                  k = ceil(r
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Integer
 from torch import Tensor
 
 
@@ -25,7 +25,7 @@ class Compressed(NamedTuple):
     """
 
     generators: Float[Tensor, "k n"]  # C: rows of A
-    assignment: Int[Tensor, " tokens"]  # f: which generator stands for a row
+    assignment: Integer[Tensor, " tokens"]  # f: which generator stands for a row
     coefficients: Float[Tensor, " tokens"]  # alpha: its scale; 0 for a dropped row
     normalization: Float[Tensor, ""]  # beta = b / (b - dropped), on the device
 

@@ -1,6 +1,6 @@
 """What every compressor offers."""
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -12,6 +12,7 @@ State = tuple[Tensor, ...]
 """What is saved for backward in place of X: tensors only, so that offloading hooks see them all."""
 
 
+@runtime_checkable
 class Compressor(Protocol):
     """Keeps a state instead of X, and gives an approximate weight gradient from it."""
 

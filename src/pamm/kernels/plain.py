@@ -6,7 +6,7 @@ matrix of similarities.
 """
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Integer
 from torch import Tensor
 
 from pamm.types import Compressed, accumulation_dtype, assignment_dtype
@@ -22,7 +22,7 @@ _ONE_HOT_GENERATORS = 16
 
 
 def compress(
-    x: Float[Tensor, "tokens n"], index: Int[Tensor, " k"], tolerance: float | None
+    x: Float[Tensor, "tokens n"], index: Integer[Tensor, " k"], tolerance: float | None
 ) -> Compressed:
     """The twin of ``reference.compress``: same arguments, same result."""
     tokens, k = len(x), len(index)
@@ -52,16 +52,16 @@ def compress(
     alpha[index] = (c != 0).any(dim=1).to(wide)
     beta = torch.ones((), dtype=torch.float32, device=x.device)
     if tolerance == 0:
-        beta *= tokens / max(k, 1)
+        beta *= max(tokens, 1) / max(k, 1)
     elif dropped is not None:
         dropped[index] = False
         alpha.masked_fill_(dropped, 0)
-        beta = tokens / (tokens - dropped.sum()).clamp(min=1).float()
+        beta = beta * max(tokens, 1) / (tokens - dropped.sum()).clamp(min=1)
     return Compressed(generators, f.to(assignment_dtype(k)), alpha.to(x.dtype), beta)
 
 
 def segment_sum(
-    assignment: Int[Tensor, " tokens"],
+    assignment: Integer[Tensor, " tokens"],
     coefficients: Float[Tensor, " tokens"],
     b: Float[Tensor, "tokens m"],
     k: int,

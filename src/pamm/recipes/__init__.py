@@ -1,0 +1,1 @@
+"""Complete jobs on real data, on the Transformers Trainer."""

@@ -1,0 +1,9 @@
+"""Fixtures for all tests."""
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)

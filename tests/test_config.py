@@ -1,0 +1,105 @@
+"""What a configuration accepts, refuses and remembers."""
+
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+
+from pamm import PammConfig, PammError
+
+
+def test_defaults_are_the_papers_recommendation() -> None:
+    config = PammConfig()
+    assert (config.method, config.ratio, config.tolerance) == ("pamm", 1 / 512, None)
+
+
+@pytest.mark.parametrize("text", ["1/128", "0.0078125", 1 / 128])
+def test_ratio_is_read_from_fractions_and_numbers(text: str | float) -> None:
+    assert PammConfig(ratio=text).ratio == 1 / 128  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("ratio", "tokens", "k"),
+    [
+        (1 / 512, 32768, 64),
+        (1 / 512, 32769, 65),
+        (1 / 512, 100, 1),
+        (0.1, 30, 3),  # 0.1 * 30 is 3.0000000000000004 in floating point
+        (1.0, 17, 17),
+        (0.999, 3, 3),
+        (1 / 128, 1, 1),
+        (1e-9, 5, 1),
+        (0.5, 0, 0),
+    ],
+)
+def test_number_of_generators(ratio: float, tokens: int, k: int) -> None:
+    assert PammConfig(ratio=ratio).generators(tokens) == k
+
+
+@pytest.mark.parametrize("ratio", [0, -0.1, 2, math.nan, math.inf, "one", "1/0", None, True])
+def test_bad_ratio_says_what_is_allowed(ratio: object) -> None:
+    with pytest.raises(PammError, match="above 0 and at most 1, such as 1/512"):
+        PammConfig(ratio=ratio)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("tolerance", [-1, math.nan, "wide", True])
+def test_bad_tolerance_says_what_is_allowed(tolerance: object) -> None:
+    with pytest.raises(PammError, match="0 or above, or None"):
+        PammConfig(tolerance=tolerance)  # type: ignore[arg-type]
+
+
+def test_infinite_tolerance_is_none() -> None:
+    assert PammConfig(tolerance=math.inf) == PammConfig(tolerance=None)
+
+
+def test_bad_method_lists_the_methods() -> None:
+    with pytest.raises(PammError, match="'svd'; choose one of pamm, uniform_crs, exact"):
+        PammConfig(method="svd")
+
+
+@pytest.mark.parametrize("seed", [-1, 1.5, "a", True])
+def test_bad_seed(seed: object) -> None:
+    with pytest.raises(PammError, match="whole number"):
+        PammConfig(seed=seed)  # type: ignore[arg-type]
+
+
+def test_is_frozen_and_hashable() -> None:
+    config = PammConfig()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.ratio = 0.5  # type: ignore[misc]
+    assert hash(config) == hash(PammConfig())
+
+
+@pytest.mark.parametrize("name", ["config.json", "config.yaml", "config.yml"])
+@pytest.mark.parametrize("tolerance", [None, 0.25])
+def test_round_trip_through_files(tmp_path: Path, name: str, tolerance: float | None) -> None:
+    config = PammConfig(method="uniform_crs", ratio=1 / 3, tolerance=tolerance, seed=1 << 40)
+    config.save(tmp_path / name)
+    assert PammConfig.load(tmp_path / name) == config
+
+
+def test_a_person_may_write_a_fraction(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("ratio: 1/256\ntolerance: .inf\n")
+    assert PammConfig.load(tmp_path / "config.yaml") == PammConfig(ratio=1 / 256)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("config.yaml", "raito: 0.1", "no key 'raito'; did you mean 'ratio'"),
+        ("config.yaml", "- 1", "holds list"),
+        ("config.json", "{", "not valid JSON"),
+        ("config.yaml", "a: [", "not valid YAML"),
+        ("config.toml", "a = 1", "must end in .json, .yaml or .yml"),
+    ],
+)
+def test_bad_files_are_refused(tmp_path: Path, name: str, content: str, message: str) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(PammError, match=message):
+        PammConfig.load(tmp_path / name)
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(PammError, match=r"cannot read .*No such file"):
+        PammConfig.load(tmp_path / "none.yaml")
