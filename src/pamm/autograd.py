@@ -32,7 +32,8 @@ class CompressedLinear(torch.autograd.Function):
     def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:
         _, weight, _, compressor, *state = inputs
         ctx.compressor = compressor  # type: ignore[attr-defined]
-        ctx.save_for_backward(weight, *state)
+        needs_x = ctx.needs_input_grad[0]  # type: ignore[attr-defined]
+        ctx.save_for_backward(weight if needs_x else None, *state)
 
     @staticmethod
     @once_differentiable
@@ -41,8 +42,8 @@ class CompressedLinear(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         weight, *state = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        rows = grad.reshape(-1, weight.shape[0])
+        rows = grad.reshape(-1, grad.shape[-1])
         grad_x = (rows @ weight).reshape(*grad.shape[:-1], -1) if needs_x else None
         grad_weight = ctx.compressor.weight_grad(tuple(state), rows) if needs_weight else None
-        grad_bias = grad.sum_to_size(weight.shape[0]) if needs_bias else None
+        grad_bias = grad.sum_to_size(grad.shape[-1]) if needs_bias else None
         return grad_x, grad_weight, grad_bias, None, *(None for _ in state)

@@ -4,6 +4,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from pamm import ops
 from pamm.compressors.protocol import State
 from pamm.config import PammConfig
 from pamm.stream import Stream
@@ -28,7 +29,7 @@ class UniformCRS:
         """(b/k) sum_i over sampled rows of G_i X_i.T, with the sum in fp32 (fp64 for fp64)."""
         rows, index = state
         wide = accumulation_dtype(grad.dtype)
-        with torch.autocast(grad.device.type, enabled=False):
+        with ops.no_autocast(grad):
             scale = len(grad) / max(len(index), 1)
             return (scale * (grad[index].to(wide).T @ rows.to(wide))).to(grad.dtype)
 

@@ -1,0 +1,179 @@
+"""Which groups are found, which are refused and why, and what the report says."""
+
+import pytest
+import torch
+from torch import nn
+
+import pamm
+from pamm.surgery import SIBLINGS
+from tests.helpers import Attention, Model, pamm_layers
+
+CONFIG = pamm.PammConfig(ratio=1 / 8)
+
+
+def siblings(names: tuple[str, ...], features: tuple[int, int, int] = (8, 8, 8)) -> nn.ModuleDict:
+    return nn.ModuleDict({name: nn.Linear(n, 4) for name, n in zip(names, features, strict=True)})
+
+
+@pytest.mark.parametrize("names", SIBLINGS, ids="/".join)
+def test_siblings_are_found_by_name_at_any_depth(names: tuple[str, ...]) -> None:
+    model = nn.ModuleDict({"deep": nn.ModuleList([siblings(names), siblings(names)])})
+    report = pamm.convert(model, CONFIG)
+    listed = ",".join(names)
+    assert [g.name for g in report.converted] == [f"deep.0.{{{listed}}}", f"deep.1.{{{listed}}}"]
+    assert len(pamm_layers(model)) == 6
+
+
+def test_the_root_may_be_the_attention_itself() -> None:
+    assert pamm.convert(Attention(), CONFIG).converted[0].name == "{q_proj,k_proj,v_proj}"
+
+
+def test_only_the_given_model_is_touched() -> None:
+    model, other = Model(), Model()
+    pamm.convert(model, CONFIG)
+    assert not pamm_layers(other)
+    assert type(nn.Linear(2, 2)) is nn.Linear
+
+
+def test_other_layers_are_left_alone() -> None:
+    model = Model()
+    pamm.convert(model, CONFIG)
+    changed = {name for name, m in model.named_modules() if type(m).__name__ == "PammLinear"}
+    assert changed == {f"layers.{i}.attention.{n}" for i in range(2) for n in SIBLINGS[0]}
+
+
+class TestSelection:
+    @pytest.mark.parametrize(
+        ("include", "exclude", "blocks"),
+        [
+            ("layers.0.*", None, [0]),
+            (["layers.0.*", "layers.2.*"], None, [0, 2]),
+            (lambda name: "layers.1." in name, None, [1]),
+            (None, "layers.1.*", [0, 2]),
+            ("layers.*", lambda name: name.startswith("layers.0."), [1, 2]),
+        ],
+    )
+    def test_by_pattern_list_or_function(
+        self, include: object, exclude: object, blocks: list[int]
+    ) -> None:
+        model = Model(layers=3)
+        report = pamm.convert(model, CONFIG, include=include, exclude=exclude)  # type: ignore[arg-type]
+        expected = [f"layers.{i}.attention.{{q_proj,k_proj,v_proj}}" for i in blocks]
+        assert [group.name for group in report.converted] == expected
+        assert {s.reason for s in report.skipped} == {"not selected by include and exclude"}
+
+    @pytest.mark.parametrize(
+        ("include", "exclude"),
+        [("*q_proj", None), (["*q_proj", "*k_proj"], None), (None, "*v_proj")],
+    )
+    def test_part_of_a_group_is_refused_and_nothing_changed(
+        self, include: object, exclude: object
+    ) -> None:
+        model = Model()
+        with pytest.raises(pamm.PartialGroupError, match=r"v_proj.*frees no memory.*Select all"):
+            pamm.convert(model, CONFIG, include=include, exclude=exclude)  # type: ignore[arg-type]
+        assert not pamm_layers(model)
+
+
+class TestRefused:
+    @staticmethod
+    def reason(model: nn.Module) -> str:
+        model = nn.ModuleDict({"bad": model, "good": Attention()})
+        report = pamm.convert(model, CONFIG)
+        assert [group.name for group in report.converted] == ["good.{q_proj,k_proj,v_proj}"]
+        (skipped,) = report.skipped
+        assert skipped.name == "bad.{q_proj,k_proj,v_proj}"
+        assert skipped.reason in str(report)
+        return skipped.reason
+
+    def test_inputs_of_different_width(self) -> None:
+        model = siblings(SIBLINGS[0], (8, 16, 16))
+        assert self.reason(model) == "inputs of 8 and 16 features are not one tensor"
+
+    def test_subclasses_with_a_forward_of_their_own(self) -> None:
+        class Scaled(nn.Linear):
+            def forward(self, input: torch.Tensor) -> torch.Tensor:
+                return 2 * super().forward(input)
+
+        model = siblings(SIBLINGS[0])
+        model["k_proj"] = Scaled(8, 4)
+        assert self.reason(model) == "bad.k_proj is Scaled, not nn.Linear"
+
+    def test_wrapped_layers(self) -> None:
+        model = siblings(SIBLINGS[0])
+        model["q_proj"] = nn.Sequential(nn.Linear(8, 4))
+        assert self.reason(model) == "bad.q_proj is Sequential, not nn.Linear"
+
+    def test_weights_of_another_class(self) -> None:
+        class Quantised(nn.Parameter):
+            pass
+
+        model = siblings(SIBLINGS[0])
+        model["v_proj"].weight = Quantised(torch.randn(4, 8))
+        assert self.reason(model) == "the weight of bad.v_proj is Quantised, not a plain Parameter"
+
+    def test_frozen_weights(self) -> None:
+        model = siblings(SIBLINGS[0]).requires_grad_(False)
+        assert "frozen" in self.reason(model)
+
+
+class TestNothing:
+    def test_no_attention(self) -> None:
+        with pytest.raises(pamm.NothingToConvertError, match="q_proj/k_proj/v_proj or query/key"):
+            pamm.convert(nn.Sequential(nn.Linear(2, 2)))
+
+    def test_a_pattern_that_matches_nothing(self) -> None:
+        with pytest.raises(pamm.NothingToConvertError, match="not selected by include"):
+            pamm.convert(Model(), include="encoder.*")
+
+    def test_converting_twice(self) -> None:
+        model = Model()
+        pamm.convert(model, CONFIG)
+        with pytest.raises(pamm.NothingToConvertError, match="already converted"):
+            pamm.convert(model, CONFIG)
+
+    def test_converting_the_rest_later(self) -> None:
+        model = Model()
+        pamm.convert(model, CONFIG, include="layers.0.*")
+        assert len(pamm.convert(model, CONFIG).converted) == 1
+        assert len(pamm_layers(model)) == 6
+
+    def test_reverting_an_unconverted_model_is_harmless(self) -> None:
+        assert pamm.revert(Model()) == 0
+
+    def test_seeking_in_an_unconverted_model(self) -> None:
+        with pytest.raises(pamm.PammError, match="no PAMM layers"):
+            pamm.seek(Model(), 0)
+
+    def test_seeking_before_the_start(self) -> None:
+        model = Model()
+        pamm.convert(model)
+        with pytest.raises(pamm.PammError, match="0 or above"):
+            pamm.seek(model, -1)
+
+
+class TestReport:
+    def test_counts_what_is_held_in_each_counting(self) -> None:
+        """LLaMA 60M at r = 1/512: the paper's tables say 256 MB exact and 3.5 MB."""
+        model = nn.ModuleList(
+            nn.ModuleDict({n: nn.Linear(512, 512, dtype=torch.bfloat16) for n in SIBLINGS[0]})
+            for _ in range(8)
+        )
+        report = pamm.convert(model, pamm.PammConfig(ratio=1 / 512))
+        assert report.exact_bytes(32_768) == 256 << 20
+        assert report.paper_bytes(32_768) == int(3.5 * (1 << 20))
+        assert report.held_bytes(32_768) == 8 * (64 * 512 * 2 + 32_768 * 3 + 4)
+
+    def test_reads_well(self) -> None:
+        model = Model(layers=12)
+        text = str(pamm.convert(model, pamm.PammConfig(ratio=1 / 128, tolerance=0.5)))
+        assert "12 groups converted (pamm, ratio 1/128, tolerance 0.5)" in text
+        assert "layers.{0..11}.attention.{q_proj,k_proj,v_proj}" in text
+        assert "16 -> 16+16+16" in text
+        assert "24.00 MiB" in text  # 12 * 32768 * 16 * 4
+        assert not any(line.endswith(" ") for line in text.splitlines())
+
+    def test_skipped_groups_are_listed_once_for_each_reason(self) -> None:
+        text = str(pamm.convert(Model(layers=4), CONFIG, include="layers.2.*"))
+        line = "skipped layers.{0,1,3}.attention.{q_proj,k_proj,v_proj}: not selected by include"
+        assert line in text
