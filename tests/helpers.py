@@ -101,9 +101,9 @@ def counted_compressions(model_groups: list[Group]) -> Iterator[list[tuple[int, 
     shapes: list[tuple[int, ...]] = []
 
     def counting(original: Callable[..., object]) -> Callable[..., object]:
-        def compress(x: Tensor, stream: object) -> object:
+        def compress(x: Tensor, draw: object) -> object:
             shapes.append(tuple(x.shape))
-            return original(x, stream)
+            return original(x, draw)
 
         return compress
 

@@ -17,9 +17,10 @@ SOURCE = Path(pamm.__file__).parent
 LAYERS = (
     {"errors", "config", "types"},
     {"extras"},
-    {"stream", "reference"},
+    {"permutation", "reference"},
     {"kernels"},
     {"ops"},
+    {"stream"},
     {"compressors"},
     {"autograd", "functional"},
     {"sharing", "nn"},

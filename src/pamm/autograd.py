@@ -33,7 +33,7 @@ class CompressedLinear(torch.autograd.Function):
         _, weight, _, compressor, *state = inputs
         ctx.compressor = compressor  # type: ignore[attr-defined]
         needs_x = ctx.needs_input_grad[0]  # type: ignore[attr-defined]
-        ctx.save_for_backward(weight if needs_x else None, *state)
+        ctx.save_for_backward(weight if needs_x else None, *state)  # type: ignore[arg-type]
 
     @staticmethod
     @once_differentiable

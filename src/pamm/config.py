@@ -15,6 +15,7 @@ import yaml
 from pamm.errors import PammError
 
 METHODS = ("pamm", "uniform_crs", "exact")
+BACKENDS = ("auto", "triton", "torch")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +31,8 @@ class PammConfig:
             ||A_i - A~_i|| <= epsilon ||A_i||. ``None`` (or infinity) keeps every row, which the
             paper found best; 0 keeps the generators alone; 1 and above equal ``None``.
         seed: of the private stream that draws generators. The global random state is never used.
+        backend: ``"auto"`` (Triton's kernels on a GPU, plain PyTorch elsewhere; the environment
+            variable PAMM_BACKEND may decide), ``"triton"`` or ``"torch"``.
 
     Raises:
         PammError: if a value is outside what is allowed.
@@ -43,10 +46,13 @@ class PammConfig:
     ratio: float = 1 / 512
     tolerance: float | None = None
     seed: int = 0
+    backend: str = "auto"
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise PammError(f"method is {self.method!r}; choose one of {', '.join(METHODS)}.")
+        if self.backend not in BACKENDS:
+            raise PammError(f"backend is {self.backend!r}; choose one of {', '.join(BACKENDS)}.")
         object.__setattr__(self, "ratio", _ratio(self.ratio))
         object.__setattr__(self, "tolerance", _tolerance(self.tolerance))
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:

@@ -11,3 +11,11 @@ class NothingToConvertError(PammError):
 
 class PartialGroupError(PammError):
     """Some, but not all, readers of one input were selected; that frees no memory."""
+
+
+class ArmFailedError(RuntimeError):
+    """The process of one training of a run ended with an error, which it has shown itself."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code

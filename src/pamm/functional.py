@@ -10,7 +10,7 @@ from pamm.autograd import CompressedLinear
 from pamm.compressors import Compressor, State, compressor
 from pamm.config import PammConfig
 from pamm.errors import PammError
-from pamm.stream import Stream
+from pamm.stream import Draw, Stream
 from pamm.types import Compressed
 
 
@@ -49,9 +49,9 @@ def compress(
             f"compress takes a floating-point matrix of rows to compress; got {a.dtype} of shape "
             f"{tuple(a.shape)}. Flatten leading axes with a.reshape(-1, a.shape[-1])."
         )
-    stream = stream or Stream(config.seed)
+    stream = stream or Stream(config.seed, backend=config.backend)
     index = stream.draw(len(a), config.generators(len(a)), a.device)
-    return ops.compress(a, index, config.tolerance)
+    return ops.compress(a, index, config.tolerance, config.backend)
 
 
 @torch.no_grad()
@@ -75,7 +75,7 @@ def approx_matmul(compressed: Compressed, b: Float[Tensor, "tokens m"]) -> Float
             f"approx_matmul takes a {dtype} matrix of {tokens} rows, one for each compressed row; "
             f"got {b.dtype} of shape {tuple(b.shape)}."
         )
-    return ops.expand(compressed, ops.contract(compressed, b), b.dtype).T.contiguous()
+    return ops.weight_grad(compressed, b).T.contiguous()
 
 
 def linear(
@@ -110,7 +110,7 @@ def linear(
         return F.linear(x, weight, bias)
     method = compressor(config)
     x, weight, bias = cast_like_autocast(x, weight, bias)
-    return linear_from_state(x, weight, bias, method, compress_rows(method, x, stream))
+    return linear_from_state(x, weight, bias, method, compress_rows(method, x, stream.draw))
 
 
 def cast_like_autocast(
@@ -129,9 +129,9 @@ def cast_like_autocast(
 
 
 @torch.no_grad()
-def compress_rows(method: Compressor, x: Float[Tensor, "*batch n"], stream: Stream) -> State:
+def compress_rows(method: Compressor, x: Float[Tensor, "*batch n"], draw: Draw) -> State:
     """The state of X with its leading axes flattened."""
-    return method.compress(x.reshape(-1, x.shape[-1]), stream)
+    return method.compress(x.reshape(-1, x.shape[-1]), draw)
 
 
 def linear_from_state(

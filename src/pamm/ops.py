@@ -1,43 +1,138 @@
-"""The two operations of PAMM, on whichever backend serves the device.
+"""The operations of PAMM as ``torch.library`` ops, on whichever backend serves the device.
 
-Both are deterministic functions of their arguments: drawing the generators is done before, by
-``pamm.stream``. Both run outside autocast, which would round their fp32 sums.
+    pamm::draw         k of b row numbers, from a position of the stream
+    pamm::draw_next    the same, after moving the position on
+    pamm::compress     C, f, alpha, beta of X and k row numbers: deterministic
+    pamm::weight_grad  (beta C.T @ B~).T: deterministic
+
+To torch.compile, checkpointing policies and profilers each is one opaque unit. None of them waits
+for the device. All sums are taken in fp32 (fp64 for fp64), also under autocast.
 """
 
+import functools
+import importlib.util
+import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
-from jaxtyping import Float, Integer
 from torch import Tensor
 
+from pamm.config import BACKENDS
+from pamm.errors import PammError
 from pamm.kernels import plain
-from pamm.types import Compressed
+from pamm.permutation import permutation_prefix
+from pamm.types import Compressed, assignment_dtype
+
+_LIBRARY = torch.library.Library("pamm", "DEF")
+
+
+def _op(schema: str) -> Callable[[Callable[..., Any]], Any]:
+    """Define an op with the decorated function for every device; returns the op."""
+    name = schema.partition("(")[0]
+
+    def register(function: Callable[..., Any]) -> Any:
+        _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+        return getattr(torch.ops.pamm, name).default
+
+    return register
+
+
+def _fake(name: str) -> Callable[[Callable[..., Any]], Any]:
+    """Register what the op returns, in shapes and dtypes alone."""
+    return torch.library.register_fake(f"pamm::{name}", lib=_LIBRARY)
+
+
+@_op(
+    "draw(Tensor position, int key_low, int key_high, SymInt tokens, SymInt k, "
+    "str backend) -> Tensor"
+)
+def draw(
+    position: Tensor, key_low: int, key_high: int, tokens: int, k: int, backend: str
+) -> Tensor:
+    """The first k values of the permutation of [0, tokens) that the key and position name."""
+    if _use_triton(position, backend):
+        from pamm.kernels import draw as kernel
+
+        return kernel.draw(position, key_low, key_high, tokens, k, advance=False)
+    return permutation_prefix(tokens, k, key_low, key_high, position)
+
+
+@_op(
+    "draw_next(Tensor(a!) position, int key_low, int key_high, SymInt tokens, SymInt k, "
+    "str backend) -> Tensor"
+)
+def draw_next(
+    position: Tensor, key_low: int, key_high: int, tokens: int, k: int, backend: str
+) -> Tensor:
+    """``draw`` at the next position."""
+    if _use_triton(position, backend):
+        from pamm.kernels import draw as kernel
+
+        return kernel.draw(position, key_low, key_high, tokens, k, advance=True)
+    position.add_(1)
+    return permutation_prefix(tokens, k, key_low, key_high, position)
+
+
+@_fake("draw")
+@_fake("draw_next")
+def _(position: Tensor, key_low: int, key_high: int, tokens: int, k: int, backend: str) -> Tensor:
+    return position.new_empty(k)
+
+
+@_op("compress(Tensor x, Tensor index, float? tolerance, str backend) -> Tensor[]")
+def _compress(x: Tensor, index: Tensor, tolerance: float | None, backend: str) -> list[Tensor]:
+    if _use_triton(x, backend):
+        from pamm.kernels import assign as kernel
+
+        return list(kernel.compress(x, index, tolerance))
+    with no_autocast(x):
+        return list(plain.compress(x, index, tolerance))
+
+
+@_fake("compress")
+def _(x: Tensor, index: Tensor, tolerance: float | None, backend: str) -> list[Tensor]:
+    (tokens, n), k = x.shape, index.shape[0]
+    return [
+        x.new_empty(k, n),
+        x.new_empty(tokens, dtype=assignment_dtype(k)),
+        x.new_empty(tokens),
+        x.new_empty((), dtype=torch.float32),
+    ]
 
 
 def compress(
-    x: Float[Tensor, "tokens n"], index: Integer[Tensor, " k"], tolerance: float | None = None
+    x: Tensor, index: Tensor, tolerance: float | None = None, backend: str = "auto"
 ) -> Compressed:
-    """Keep the rows ``index`` of X, an assignment and a coefficient: ``reference.compress``."""
-    with no_autocast(x):
-        return plain.compress(x, index, tolerance)
+    """``reference.compress``: the rows ``index`` of X (b, n), an assignment and coefficients."""
+    return Compressed(*torch.ops.pamm.compress.default(x, index, tolerance, backend))
 
 
-def contract(compressed: Compressed, b: Float[Tensor, "tokens m"]) -> Float[Tensor, "k m"]:
-    """beta B~, with B~_j the alpha-weighted sum of the rows of B assigned to generator j.
+@_op(
+    "weight_grad(Tensor generators, Tensor assignment, Tensor coefficients, Tensor normalization, "
+    "Tensor b, str backend) -> Tensor"
+)
+def _weight_grad(
+    c: Tensor, f: Tensor, alpha: Tensor, beta: Tensor, b: Tensor, backend: str
+) -> Tensor:
+    if _use_triton(b, backend):
+        from pamm.kernels import segment_sum as kernel
 
-    Stays in fp32 (fp64 for fp64 inputs): in fp16 a sum over many tokens would overflow.
-    """
-    c, f, alpha, beta = compressed
+        return kernel.weight_grad(Compressed(c, f, alpha, beta), b)
     with no_autocast(b):
-        return plain.segment_sum(f, alpha, b, len(c)).mul_(beta)
+        return plain.weight_grad(Compressed(c, f, alpha, beta), b)
 
 
-def expand(
-    compressed: Compressed, contracted: Float[Tensor, "k m"], dtype: torch.dtype
-) -> Float[Tensor, "m n"]:
-    """(C.T @ B~).T, the approximate product in the layout of ``nn.Linear.weight``."""
-    with no_autocast(contracted):
-        return (contracted.T @ compressed.generators.to(contracted.dtype)).to(dtype)
+@_fake("weight_grad")
+def _(c: Tensor, f: Tensor, alpha: Tensor, beta: Tensor, b: Tensor, backend: str) -> Tensor:
+    return b.new_empty(b.shape[1], c.shape[1])
+
+
+def weight_grad(compressed: Compressed, b: Tensor, backend: str = "auto") -> Tensor:
+    """(beta C.T @ B~).T (m, n), about (A.T @ B).T: ``reference.approx_matmul``, transposed."""
+    return torch.ops.pamm.weight_grad.default(*compressed, b, backend)
 
 
 def no_autocast(tensor: Tensor) -> AbstractContextManager[object]:
@@ -46,3 +141,32 @@ def no_autocast(tensor: Tensor) -> AbstractContextManager[object]:
     if not torch.amp.is_autocast_available(device):
         return nullcontext()
     return torch.autocast(device, enabled=False)
+
+
+def _use_triton(tensor: Tensor, backend: str) -> bool:
+    """Whether the Triton kernels serve this tensor; ``auto`` may be decided by PAMM_BACKEND."""
+    if backend == "auto":
+        backend = os.environ.get("PAMM_BACKEND", "auto")
+        if backend not in BACKENDS:
+            raise PammError(f"PAMM_BACKEND is {backend!r}; set one of {', '.join(BACKENDS)}.")
+    if backend == "torch" or (backend == "auto" and not tensor.is_cuda):
+        return False
+    obstacle = _obstacle(tensor)
+    if obstacle and backend == "triton":
+        raise PammError(f"backend 'triton' cannot be used: {obstacle}. Choose 'auto' or 'torch'.")
+    return obstacle is None
+
+
+def _obstacle(tensor: Tensor) -> str | None:
+    if not _has_triton():
+        return "Triton is not installed"
+    if not (tensor.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
+        return f"the tensor is on {tensor.device.type}, not on a GPU"
+    if tensor.dtype == torch.float64:
+        return "its kernels take fp32, bf16 and fp16, not fp64"
+    return None
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None

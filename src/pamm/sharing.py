@@ -16,7 +16,7 @@ import threading
 import weakref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pamm.compressors import Compressor, State
 from pamm.functional import compress_rows
@@ -38,20 +38,24 @@ class Group:
 
     Args:
         name: the group's name in the model, ``model.layers.0.self_attn.{q_proj,k_proj,v_proj}``.
-        members: how many layers it has.
+        layers: its members.
         method: what keeps the state.
         stream: draws the generators.
     """
 
-    def __init__(self, name: str, members: int, method: Compressor, stream: Stream) -> None:
+    def __init__(
+        self, name: str, layers: list[nn.Linear], method: Compressor, stream: Stream
+    ) -> None:
         self.name = name
-        self.members = members
+        self.layers = layers
         self.method = method
         self.stream = stream
         self._current = _Current()
 
     def state(self, member: int, x: Tensor, cast: Tensor) -> State:
         """The state of X for layer number ``member``; ``cast`` is X in the dtype to compute in."""
+        if torch.compiler.is_compiling():
+            return self._traced_state(member, cast)
         now = self._current
         known = (
             now.x is not None
@@ -61,15 +65,24 @@ class Group:
             and member in now.waiting
         )
         if not known:
-            now.state = compress_rows(self.method, cast, self.stream)
+            now.state = compress_rows(self.method, cast, self.stream.draw)
             now.x = weakref.ref(x, self._forget)
             now.version, now.dtype = x._version, cast.dtype
-            now.waiting = frozenset(range(self.members))
+            now.waiting = frozenset(range(len(self.layers)))
         state = now.state
         now.waiting -= {member}
         if not now.waiting:
             self._forget()
         return state
+
+    def _traced_state(self, member: int, cast: Tensor) -> State:
+        """In a compiled graph every member writes the compression down, and the compiler, which
+        finds the same operations on the same tensors, keeps one of them. So all must draw the same
+        rows: the first trained member draws, the others draw again.
+        """
+        first = next(i for i, layer in enumerate(self.layers) if layer.weight.requires_grad)
+        draw = self.stream.draw if member == first else self.stream.draw_again
+        return compress_rows(self.method, cast, draw)
 
     def _forget(self, _: object = None) -> None:
         self._current.x, self._current.state = None, ()

@@ -77,7 +77,12 @@ def convert(
 
     converted = []
     for name, layers in found:
-        group = Group(name, len(layers), compressor(config), Stream(config.seed, name))
+        group = Group(
+            name,
+            list(layers.values()),
+            compressor(config),
+            Stream(config.seed, name, config.backend),
+        )
         for member, layer in enumerate(layers.values()):
             PammLinear.adopt(layer, group, member)
         first = next(iter(layers.values()))

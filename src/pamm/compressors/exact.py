@@ -6,7 +6,7 @@ from torch import Tensor
 
 from pamm.compressors.protocol import State
 from pamm.config import PammConfig
-from pamm.stream import Stream
+from pamm.stream import Draw
 
 
 class Exact:
@@ -15,7 +15,7 @@ class Exact:
     def __init__(self, config: PammConfig) -> None:
         del config
 
-    def compress(self, x: Float[Tensor, "tokens n"], stream: Stream) -> State:
+    def compress(self, x: Float[Tensor, "tokens n"], draw: Draw) -> State:
         """X as it is."""
         return (x,)
 

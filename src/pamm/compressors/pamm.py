@@ -7,7 +7,7 @@ from torch import Tensor
 from pamm import ops
 from pamm.compressors.protocol import State
 from pamm.config import PammConfig
-from pamm.stream import Stream
+from pamm.stream import Draw
 from pamm.types import Compressed, assignment_dtype
 
 
@@ -17,15 +17,14 @@ class Pamm:
     def __init__(self, config: PammConfig) -> None:
         self.config = config
 
-    def compress(self, x: Float[Tensor, "tokens n"], stream: Stream) -> State:
+    def compress(self, x: Float[Tensor, "tokens n"], draw: Draw) -> State:
         """C, f, alpha and beta (``pamm.types.Compressed``)."""
-        index = stream.draw(len(x), self.config.generators(len(x)), x.device)
-        return ops.compress(x, index, self.config.tolerance)
+        index = draw(len(x), self.config.generators(len(x)), x.device)
+        return ops.compress(x, index, self.config.tolerance, self.config.backend)
 
     def weight_grad(self, state: State, grad: Float[Tensor, "tokens m"]) -> Float[Tensor, "m n"]:
         """(beta C.T @ B~).T, where B~_j is the alpha-weighted sum of the gradients of group j."""
-        compressed = Compressed(*state)
-        return ops.expand(compressed, ops.contract(compressed, grad), grad.dtype)
+        return ops.weight_grad(Compressed(*state), grad, self.config.backend)
 
     def state_bytes(self, tokens: int, in_features: int, dtype: torch.dtype) -> int:
         """k n numbers, and for each token a number and a small integer; beta is 4 bytes."""

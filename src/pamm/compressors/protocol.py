@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from pamm.stream import Stream
+from pamm.stream import Draw
 
 State = tuple[Tensor, ...]
 """What is saved for backward in place of X: tensors only, so that offloading hooks see them all."""
@@ -16,7 +16,7 @@ State = tuple[Tensor, ...]
 class Compressor(Protocol):
     """Keeps a state instead of X, and gives an approximate weight gradient from it."""
 
-    def compress(self, x: Float[Tensor, "tokens n"], stream: Stream) -> State:
+    def compress(self, x: Float[Tensor, "tokens n"], draw: Draw) -> State:
         """The state to save for backward. Does not change X and does not alias it, unless exact."""
         ...
 

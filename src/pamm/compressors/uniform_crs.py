@@ -7,7 +7,7 @@ from torch import Tensor
 from pamm import ops
 from pamm.compressors.protocol import State
 from pamm.config import PammConfig
-from pamm.stream import Stream
+from pamm.stream import Draw
 from pamm.types import accumulation_dtype
 
 
@@ -20,9 +20,9 @@ class UniformCRS:
     def __init__(self, config: PammConfig) -> None:
         self.config = config
 
-    def compress(self, x: Float[Tensor, "tokens n"], stream: Stream) -> State:
+    def compress(self, x: Float[Tensor, "tokens n"], draw: Draw) -> State:
         """The sampled rows of X and their row numbers."""
-        index = stream.draw(len(x), self.config.generators(len(x)), x.device)
+        index = draw(len(x), self.config.generators(len(x)), x.device)
         return x[index], index
 
     def weight_grad(self, state: State, grad: Float[Tensor, "tokens m"]) -> Float[Tensor, "m n"]:

@@ -80,6 +80,16 @@ def segment_sum(
     return total
 
 
+def weight_grad(compressed: Compressed, b: Float[Tensor, "tokens m"]) -> Float[Tensor, "m n"]:
+    """(beta C.T @ B~).T: the twin of ``reference.approx_matmul``, in ``nn.Linear``'s layout.
+
+    B~ stays in fp32: in fp16 a sum over many tokens would overflow.
+    """
+    c, f, alpha, beta = compressed
+    b_tilde = segment_sum(f, alpha, b, len(c)).mul_(beta)
+    return (b_tilde.T @ c.to(b_tilde.dtype)).to(b.dtype)
+
+
 def _one_hot_product(f: Tensor, alpha: Tensor, b: Tensor, k: int, wide: torch.dtype) -> Tensor:
     """P.T @ B with P[i, f(i)] = alpha_i."""
     if b.device.type == "cuda" and b.dtype != wide:

@@ -1,0 +1,144 @@
+"""Triton twin of ``reference.compress``: two launches, X read once.
+
+The first gathers the generators and takes their norms, one program a generator. The second walks
+over tiles of tokens: similarities with all generators, argmax, coefficient and the test of eq. 3
+in registers; no (tokens, k) matrix is ever in memory. Above ``_TILE_K`` generators the tile of X
+is read again for each tile of generators, from the cache.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pamm.kernels.tiles import assign_tile, precision
+from pamm.types import Compressed, assignment_dtype
+
+
+@triton.jit(do_not_specialize=["tokens", "ready_beta"])
+def _gather_kernel(
+    x_ptr, index_ptr, c_ptr, inverse_ptr, own_ptr, beta_ptr, counter_ptr,
+    tokens, n, stride_row, stride_col, ready_beta,
+    TESTED: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """C_j = X[index_j], 1 / ||C_j|| (0 for a zero row) and the coefficient C_j has for itself."""
+    j = tl.program_id(0).to(tl.int64)
+    row = tl.load(index_ptr + j).to(tl.int64)
+    square = 0.0
+    largest = 0.0
+    for start in range(0, n, BLOCK_N):
+        column = start + tl.arange(0, BLOCK_N).to(tl.int64)
+        inside = column < n
+        value = tl.load(x_ptr + row * stride_row + column * stride_col, mask=inside, other=0.0)
+        tl.store(c_ptr + j * n + column, value, mask=inside)
+        wide = value.to(tl.float32)
+        square += tl.sum(wide * wide, 0)
+        # A sum, not a maximum: NaN must come out as "not zero".
+        largest += tl.sum(tl.abs(wide), 0)
+    tl.store(inverse_ptr + j, tl.where(square > 0, 1.0 / tl.sqrt(square), 0.0))
+    tl.store(own_ptr + j, tl.where(largest == 0, 0.0, 1.0))
+    if j == 0:
+        tl.store(beta_ptr, ready_beta)
+        if TESTED:
+            tl.store(counter_ptr, 0)
+            tl.store(counter_ptr + 1, 0)
+
+
+@triton.jit(do_not_specialize=["tokens", "least_cosine_squared"])
+def _assign_kernel(
+    x_ptr, c_ptr, index_ptr, inverse_ptr, own_ptr, f_ptr, alpha_ptr, beta_ptr, counter_ptr,
+    tokens, n, k, stride_row, stride_col, least_cosine_squared,
+    TESTED: tl.constexpr, DROP_ALL: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """f, alpha and (if tested) beta for BLOCK_T tokens."""
+    token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    present = token < tokens
+    row = x_ptr + token[:, None] * stride_row
+    best = tl.full((BLOCK_T,), -1.0, tl.float32)  # the largest |csim| * ||X_i|| so far
+    alpha = tl.zeros((BLOCK_T,), tl.float32)
+    f = tl.zeros((BLOCK_T,), tl.int32)
+    square = tl.zeros((BLOCK_T,), tl.float32)
+    generator = tl.zeros((BLOCK_T,), tl.int1)
+
+    for first in range(0, k, BLOCK_K):
+        j = first + tl.arange(0, BLOCK_K)
+        exists = j < k
+        similarity = tl.zeros((BLOCK_T, BLOCK_K), tl.float32)
+        for start in range(0, n, BLOCK_N):
+            column = start + tl.arange(0, BLOCK_N)
+            inside = column < n
+            x = tl.load(
+                row + column[None, :].to(tl.int64) * stride_col,
+                mask=present[:, None] & inside[None, :], other=0.0,
+            )  # fmt: skip
+            c = tl.load(
+                c_ptr + j[None, :].to(tl.int64) * n + column[:, None],
+                mask=exists[None, :] & inside[:, None], other=0.0,
+            )  # fmt: skip
+            similarity = tl.dot(x, c, similarity, input_precision=PRECISION)
+            if TESTED and first == 0:
+                wide = x.to(tl.float32)
+                square += tl.sum(wide * wide, 1)
+        inverse = tl.load(inverse_ptr + j, mask=exists, other=0.0)
+        own = tl.load(own_ptr + j, mask=exists, other=0.0)
+        drawn = tl.load(index_ptr + j, mask=exists, other=-1)
+
+        similarity = similarity * inverse[None, :]
+        itself = token[:, None] == drawn[None, :]
+        size = tl.where(itself, float("inf"), tl.abs(similarity))
+        size = tl.where(exists[None, :], size, -1.0)
+        coefficient = tl.where(itself, own[None, :], similarity * inverse[None, :])
+        tile_best, tile_j = tl.max(size, 1, return_indices=True)
+        chosen = tl.arange(0, BLOCK_K)[None, :] == tile_j[:, None]
+        tile_alpha = tl.sum(tl.where(chosen, coefficient, 0.0), 1)
+        # The first tile counts whatever it holds, so that the NaN of a NaN row is kept.
+        better = (tile_best > best) | (first == 0)
+        best = tl.where(better, tile_best, best)
+        alpha = tl.where(better, tile_alpha, alpha)
+        f = tl.where(better, first + tile_j, f)
+        generator = generator | (tile_best == float("inf"))
+
+    if TESTED:
+        # Compares false for NaN and for zero rows, which are kept.
+        too_far = best * best < least_cosine_squared * square
+        if DROP_ALL:
+            too_far = token >= 0
+        dropped = too_far & present & (generator == 0)
+        alpha = tl.where(dropped, 0.0, alpha)
+        tl.atomic_add(counter_ptr, tl.sum(dropped.to(tl.int32), 0))
+        done = tl.atomic_add(counter_ptr + 1, 1)
+        if done == tl.num_programs(0) - 1:
+            kept = tokens - tl.atomic_add(counter_ptr, 0)
+            tl.store(beta_ptr, tokens.to(tl.float32) / kept.to(tl.float32))
+    tl.store(f_ptr + token, f.to(f_ptr.dtype.element_ty), mask=present)
+    tl.store(alpha_ptr + token, alpha.to(alpha_ptr.dtype.element_ty), mask=present)
+
+
+def compress(x: Tensor, index: Tensor, tolerance: float | None) -> Compressed:
+    """The twin of ``reference.compress``, for fp32, bf16 and fp16."""
+    (tokens, n), k = x.shape, len(index)
+    device = x.device
+    tested = tolerance is not None and tolerance < 1
+    c = torch.empty(k, n, dtype=x.dtype, device=device)
+    f = torch.empty(tokens, dtype=assignment_dtype(k), device=device)
+    alpha = torch.empty(tokens, dtype=x.dtype, device=device)
+    beta = torch.empty((), dtype=torch.float32, device=device)
+    of_generators = torch.empty(2, k, dtype=torch.float32, device=device)
+    counter = torch.empty(2, dtype=torch.int32, device=device) if tested else f
+    if tokens == 0:
+        return Compressed(c, f, alpha, beta.fill_(1))
+
+    tile = assign_tile(k, n, x.dtype)
+    _gather_kernel[(k,)](
+        x, index, c, of_generators[0], of_generators[1], beta, counter,
+        tokens, n, x.stride(0), x.stride(1), 1.0,
+        TESTED=tested, BLOCK_N=min(1024, triton.next_power_of_2(n)), num_warps=4,
+    )  # fmt: skip
+    _assign_kernel[(triton.cdiv(tokens, tile["BLOCK_T"]),)](
+        x, c, index, of_generators[0], of_generators[1], f, alpha, beta, counter,
+        tokens, n, k, x.stride(0), x.stride(1),
+        1 - tolerance**2 if tolerance is not None else 0.0,
+        TESTED=tested, DROP_ALL=tolerance == 0, PRECISION=precision(x.dtype), **tile,
+    )  # fmt: skip
+    return Compressed(c, f, alpha, beta)

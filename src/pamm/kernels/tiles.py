@@ -1,0 +1,71 @@
+"""Sizes of tiles and how work is split: every choice that is about speed and not about results."""
+
+import functools
+from typing import Any
+
+import torch
+import triton
+
+
+def precision(dtype: torch.dtype) -> str:
+    """fp32 products are taken as three tf32 ones, unless the user allows plain tf32."""
+    if dtype == torch.float32 and not torch.backends.cuda.matmul.allow_tf32:
+        return "tf32x3"
+    return "tf32"
+
+
+def assign_tile(k: int, n: int, dtype: torch.dtype) -> dict[str, Any]:
+    """For ``_assign_kernel``."""
+    block_k = min(256, max(16, triton.next_power_of_2(k)))
+    if dtype == torch.float32:
+        return {
+            "BLOCK_T": 64,
+            "BLOCK_K": min(64, block_k),
+            "BLOCK_N": 32,
+            "num_warps": 4,
+            "num_stages": 2,
+        }
+    if block_k == 256:
+        return {"BLOCK_T": 128, "BLOCK_K": 256, "BLOCK_N": 64, "num_warps": 8, "num_stages": 3}
+    return {"BLOCK_T": 64, "BLOCK_K": block_k, "BLOCK_N": 128, "num_warps": 4, "num_stages": 3}
+
+
+def segment_tile(k: int, m: int, dtype: torch.dtype) -> dict[str, Any]:
+    """For ``_segment_sum_kernel``."""
+    block_k = min(256, max(16, triton.next_power_of_2(k)))
+    if dtype == torch.float32:
+        return {
+            "BLOCK_T": 32,
+            "BLOCK_M": 64,
+            "BLOCK_K": min(64, block_k),
+            "num_warps": 4,
+            "num_stages": 2,
+        }
+    warps = 8 if block_k >= 128 else 4
+    return {"BLOCK_T": 64, "BLOCK_M": 128, "BLOCK_K": block_k, "num_warps": warps, "num_stages": 4}
+
+
+def expand_tile(k: int, m: int, n: int) -> dict[str, Any]:
+    """For ``_expand_kernel``."""
+    del m, n
+    block_k = min(32, max(16, triton.next_power_of_2(k)))
+    return {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": block_k, "num_warps": 4, "num_stages": 2}
+
+
+def splits(
+    tokens: int, m: int, k: int, tile: dict[str, Any], device: torch.device
+) -> tuple[int, int]:
+    """Into how many parts the tokens are split, and the tokens of each: one wave of programs."""
+    tiles = triton.cdiv(m, tile["BLOCK_M"]) * triton.cdiv(k, tile["BLOCK_K"])
+    programs = multiprocessors(device) * (1 if tile["BLOCK_K"] >= 128 else 2)
+    parts = max(1, min(programs // tiles, triton.cdiv(tokens, tile["BLOCK_T"])))
+    each = triton.cdiv(triton.cdiv(tokens, parts), tile["BLOCK_T"]) * tile["BLOCK_T"]
+    return triton.cdiv(tokens, each), each
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Of the GPU; a small number in the interpreter."""
+    if device.type != "cuda":
+        return 4
+    return torch.cuda.get_device_properties(device).multi_processor_count
