@@ -1,0 +1,5 @@
+"""``python -m pamm``."""
+
+from pamm.cli import main
+
+main()

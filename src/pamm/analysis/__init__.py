@@ -1,0 +1,1 @@
+"""Measures; never trains."""

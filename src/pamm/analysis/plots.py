@@ -1,0 +1,96 @@
+"""Figures of a comparison: loss curves and memory bars. The only file that imports matplotlib."""
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from pamm.report import format_bytes
+
+# Okabe and Ito's colours, told apart by colour-blind readers too; black for the first arm, which
+# others are compared with.
+_COLOURS = ("#000000", "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
+
+
+def colours(arms: Sequence[str]) -> dict[str, str]:
+    """One colour for each arm, by its place; the same in every figure of a run."""
+    return {arm: _COLOURS[number % len(_COLOURS)] for number, arm in enumerate(arms)}
+
+
+def loss_curves(
+    training: Mapping[str, Sequence[tuple[int, float]]],
+    validation: Mapping[str, Sequence[tuple[int, float]]],
+    tokens_per_step: int,
+) -> Figure:
+    """Loss against tokens seen: training as thin smoothed lines, validation as points.
+
+    Args:
+        training: (step, loss in nats a token) of every arm.
+        validation: the same, of validations.
+        tokens_per_step: turns steps into tokens.
+    """
+    figure, axes = _figure(8, 5)
+    millions = tokens_per_step / 1e6
+    for arm, colour in colours(list(training)).items():
+        steps, losses = _columns(training[arm])
+        window = max(1, len(losses) // 50)
+        axes.plot(
+            steps[window - 1 :] * millions, _mean(losses, window), color=colour, alpha=0.45, lw=1
+        )
+        steps, losses = _columns(validation.get(arm, ()))
+        axes.plot(steps * millions, losses, "o-", color=colour, lw=1.8, ms=4, label=arm)
+    axes.set_xlabel("tokens seen (millions)")
+    axes.set_ylabel("loss (nats a token)")
+    axes.set_title("Validation loss (points) and training loss (thin lines, running mean)")
+    highest = [points[-1][1] for points in validation.values() if points]
+    lowest = min(highest, default=0.0)
+    if finite := [first for curve in training.values() for _, first in curve[:1]]:
+        axes.set_ylim(lowest - 0.05 * (max(finite) - lowest), None)
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False)
+    return figure
+
+
+def memory_bars(held: Mapping[str, int]) -> Figure:
+    """Bytes held for backward in place of the q/k/v inputs, one bar an arm, on a log scale."""
+    figure, axes = _figure(8, 1.2 + 0.55 * len(held))
+    arms, values = list(held), [max(count, 1) for count in held.values()]
+    bars = axes.barh(arms, values, color=list(colours(arms).values()), height=0.6)
+    axes.bar_label(bars, [format_bytes(count) for count in held.values()], padding=5)
+    axes.set_xscale("log")
+    axes.set_xlim(min(values) / 4, max(values) * 8)  # room for the labels
+    ticks = [
+        2.0**power for power in range(0, 60, 4) if min(values) / 4 < 2**power < max(values) * 8
+    ]
+    axes.set_xticks(ticks, [format_bytes(tick).replace(".00", "") for tick in ticks])
+    axes.minorticks_off()
+    axes.invert_yaxis()
+    axes.set_xlabel("bytes held for backward, all q/k/v inputs of one forward pass (log scale)")
+    axes.set_title("What is kept in place of the attention inputs")
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def png(figure: Figure) -> bytes:
+    """The picture, as the content of a PNG file."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=150)
+    return buffer.getvalue()
+
+
+def _figure(width: float, height: float) -> tuple[Figure, Any]:
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)  # draws without a screen, and without pyplot's global state
+    return figure, figure.add_subplot()
+
+
+def _columns(points: Sequence[tuple[int, float]]) -> tuple[np.ndarray, np.ndarray]:
+    array = np.array(points, dtype=float).reshape(-1, 2)
+    return array[:, 0], array[:, 1]
+
+
+def _mean(values: np.ndarray, window: int) -> np.ndarray:
+    return np.convolve(values, np.full(window, 1 / window), mode="valid") if len(values) else values

@@ -1,0 +1,90 @@
+"""The command line: ``pamm demo``, ``pamm pretrain``. Thin; slow imports are inside commands."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from typer.core import TyperGroup
+
+from pamm.errors import ArmFailedError, PammError
+
+
+class _Group(TyperGroup):
+    """Turns what users can meet into a message and an exit code; for all commands below it."""
+
+    def invoke(self, ctx: Any) -> Any:
+        errors = Console(stderr=True)
+        try:
+            return super().invoke(ctx)
+        except PammError as error:
+            errors.print(f"error: {error}", style="red", markup=False, highlight=False)
+            raise typer.Exit(2) from error
+        except ArmFailedError as error:
+            errors.print(f"error: {error}", style="red", markup=False, highlight=False)
+            raise typer.Exit(error.exit_code) from error
+        except KeyboardInterrupt as error:
+            errors.print("stopped; the same command goes on from here", style="yellow")
+            raise typer.Exit(130) from error
+
+
+app = typer.Typer(
+    cls=_Group,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    help="Train transformers without keeping the input of attention's q, k and v projections.",
+)
+
+Output = Annotated[Path, typer.Option(help="Folder of all runs.", metavar="FOLDER")]
+
+
+@app.command()
+def demo(
+    output: Output = Path("runs"),
+    name: Annotated[str, typer.Option(help="Name of the run; its folder in --output.")] = "demo",
+) -> None:
+    """Compare exact training, PAMM and Uniform-CRS on this machine, in a few minutes.
+
+    Trains a small LLaMA on Python's own documentation, once for each method, and ends with a table
+    and a report with pictures. Ctrl-C stops it with a checkpoint; the same command goes on.
+    """
+    from pamm.recipes.demo import demo
+
+    demo(name, output, Console())
+
+
+@app.command()
+def pretrain(
+    config: Annotated[
+        Path, typer.Option(help="YAML or JSON file of the run.", metavar="FILE", show_default=False)
+    ],
+    output: Output = Path("runs"),
+) -> None:
+    """The same comparison on your text, with your model and your arms.
+
+    Ctrl-C stops it with a checkpoint; the same command goes on. A file to begin with:
+
+    \b
+    name: first
+    text: my-text                    # txt, jsonl, jsonl.xz, parquet; files or folders
+    model: {hidden_size: 512, intermediate_size: 1376, num_hidden_layers: 8,
+            num_attention_heads: 8}
+    arms:
+      exact: {method: exact}
+      pamm-1/128: {method: pamm, ratio: 1/128}
+    batch_size: 32                   # sequences in one forward pass
+    sequence_length: 256
+    steps: 2000
+    lr: 0.002
+    """
+    from pamm.recipes.pretrain import pretrain
+    from pamm.recipes.settings import PretrainConfig
+
+    pretrain(PretrainConfig.load(config), output, Console())
+
+
+def main() -> None:
+    """Run the command line; ends the process with 0, 1 (failed), 2 (refused) or 130 (stopped)."""
+    app()

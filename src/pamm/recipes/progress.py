@@ -1,0 +1,18 @@
+"""A progress bar for work that is not training."""
+
+import contextlib
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from pamm.recipes.text import Advance
+
+
+@contextlib.contextmanager
+def progress_bar(console: Console, title: str, total: int) -> Iterator[Advance]:
+    """A progress bar; gives the function that moves it on."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task(title, total=total)
+        yield lambda count: progress.advance(task, count)

@@ -1,0 +1,244 @@
+"""What a pre-training run is: one frozen object, read from and written to YAML or JSON."""
+
+import dataclasses
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pamm.config import PammConfig, check_keys, read_mapping
+from pamm.errors import PammError
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """One of the trainings that a run compares.
+
+    Args:
+        name: any text; ``folder`` is the name that file systems accept.
+        config: how inputs are kept. With method ``"exact"`` the model is not converted at all.
+        lr: peak learning rate of this arm; ``None`` takes the run's.
+        lr_factor: of the weights trained by PAMM in this arm; ``None`` takes the run's.
+    """
+
+    name: str
+    config: PammConfig
+    lr: float | None = None
+    lr_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not _NAME.fullmatch(self.folder):
+            raise PammError(
+                f"an arm is named {self.name!r}; give text that begins with a letter or a digit."
+            )
+        for key in ("lr", "lr_factor"):
+            if getattr(self, key) is not None:
+                object.__setattr__(self, key, _positive(f"{key} of arm {self.name!r}", self, key))
+
+    @property
+    def folder(self) -> str:
+        """Name of the arm's folder: ``pamm-1/128`` -> ``pamm-1-128``."""
+        return re.sub(r"[^A-Za-z0-9._-]+", "-", str(self.name))
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the model stays as it is."""
+        return self.config.method == "exact"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values; rates that come from the run are left out."""
+        rates = {"lr": self.lr, "lr_factor": self.lr_factor}
+        return self.config.to_dict() | {k: v for k, v in rates.items() if v is not None}
+
+    @classmethod
+    def from_dict(cls, name: str, values: object, seed: int) -> "Arm":
+        """Inverse of ``to_dict``; ``seed`` is the run's, taken where the arm names none."""
+        if not isinstance(values, dict):
+            raise PammError(
+                f"arm {name!r} is {values!r}; write a mapping such as "
+                "{method: pamm, ratio: 1/128} or {method: exact}."
+            )
+        keys = [field.name for field in dataclasses.fields(PammConfig)]
+        check_keys(values, [*keys, "lr", "lr_factor"], f"arm {name!r}")
+        rates = {key: values[key] for key in ("lr", "lr_factor") if key in values}
+        chosen = {"seed": seed} | {key: values[key] for key in keys if key in values}
+        try:
+            return cls(name, PammConfig.from_dict(chosen), **rates)
+        except PammError as error:
+            raise PammError(f"arm {name!r}: {error}") from error
+
+
+@dataclasses.dataclass(frozen=True)
+class PretrainConfig:
+    """A pre-training run: one text, one model, several arms that differ in nothing else.
+
+    Args:
+        name: of the run; its folder in the output folder.
+        text: files or folders to train on (txt, jsonl, jsonl.xz, parquet).
+        validation: the same for validation; without it the last 5 % of the text is held out.
+        tokenizer: a folder or a name that ``AutoTokenizer`` loads. Without it a byte-level BPE is
+            trained on the text.
+        vocabulary: size of the BPE that is trained.
+        model: keys of ``transformers.LlamaConfig``, or the path of a JSON or YAML file with them,
+            which is read at once.
+        arms: what is compared; see ``Arm``.
+        sequence_length: tokens in a sequence.
+        batch_size: sequences in one forward pass.
+        gradient_accumulation: forward passes in one step.
+        steps: optimizer steps. Warm-up takes the first tenth, then a cosine falls to a tenth.
+        lr: peak learning rate of AdamW.
+        lr_factor: of the weights trained by PAMM (``pamm.param_groups``).
+        weight_decay: of matrices.
+        eval_every: steps between two validations; there is one at the end too.
+        eval_sequences: how many validation sequences, at most.
+        save_every: steps between two checkpoints.
+        seed: of weights, batches and draws; the same for all arms.
+
+    Raises:
+        PammError: if a value is outside what is allowed.
+    """
+
+    name: str
+    text: tuple[str, ...]
+    model: dict[str, Any] | str
+    arms: tuple[Arm, ...]
+    steps: int
+    lr: float
+    validation: tuple[str, ...] = ()
+    tokenizer: str | None = None
+    vocabulary: int = 4096
+    sequence_length: int = 256
+    batch_size: int = 8
+    gradient_accumulation: int = 1
+    lr_factor: float = 1.0
+    weight_decay: float = 0.0
+    eval_every: int = 100
+    eval_sequences: int = 128
+    save_every: int = 100
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
+            raise PammError(
+                f"name is {self.name!r}; it names a folder: use letters, digits, '.', '_' and '-'."
+            )
+        for key, least in (
+            ("steps", 1),
+            ("vocabulary", 257),  # 256 bytes and the end of a text
+            ("sequence_length", 2),
+            ("batch_size", 1),
+            ("gradient_accumulation", 1),
+            ("eval_every", 1),
+            ("eval_sequences", 1),
+            ("save_every", 1),
+            ("seed", 0),
+        ):
+            _check_whole(key, getattr(self, key), least)
+        for key in ("lr", "lr_factor"):
+            object.__setattr__(self, key, _positive(key, self, key))
+        object.__setattr__(self, "weight_decay", _number(self.weight_decay))
+        if not 0 <= self.weight_decay < math.inf:
+            raise PammError(f"weight_decay is {self.weight_decay!r}; give a number, 0 or above.")
+        for key in ("text", "validation"):
+            object.__setattr__(self, key, _paths(key, getattr(self, key)))
+        if not self.text:
+            raise PammError("text names no file; give at least one file or folder to train on.")
+        if self.tokenizer is not None and not isinstance(self.tokenizer, str):
+            raise PammError(f"tokenizer is {self.tokenizer!r}; give a folder or a name.")
+        if isinstance(self.model, str):
+            object.__setattr__(self, "model", read_mapping(self.model))
+        if not isinstance(self.model, dict):
+            raise PammError(
+                f"model is {self.model!r}; write 'key: value' lines of a LlamaConfig, or the path "
+                "of a JSON file."
+            )
+        folders = [arm.folder for arm in self.arms]
+        if not folders or len(set(folders)) < len(folders):
+            raise PammError(
+                f"arms are {[arm.name for arm in self.arms]}; give at least one, and names that "
+                f"differ as folders ({', '.join(folders)})."
+            )
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that one optimizer step sees."""
+        return self.sequence_length * self.batch_size * self.gradient_accumulation
+
+    def lr_of(self, arm: Arm) -> float:
+        """Peak learning rate of an arm."""
+        return self.lr if arm.lr is None else arm.lr
+
+    def lr_factor_of(self, arm: Arm) -> float:
+        """Factor on it for the weights trained by PAMM."""
+        return self.lr_factor if arm.lr_factor is None else arm.lr_factor
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, ready for YAML."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return values | {
+            "text": list(self.text),
+            "validation": list(self.validation),
+            "arms": {arm.name: arm.to_dict() for arm in self.arms},
+        }
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "PretrainConfig":
+        """Inverse of ``to_dict``; an unknown key or a missing one is an error."""
+        fields = dataclasses.fields(cls)
+        check_keys(values, [field.name for field in fields], "the run's configuration")
+        needed = [field.name for field in fields if field.default is dataclasses.MISSING]
+        if missing := [name for name in needed if name not in values]:
+            raise PammError(f"the run's configuration lacks {', '.join(missing)}. Add it.")
+        arms, seed = values["arms"], values.get("seed", 0)
+        if not isinstance(arms, dict):
+            raise PammError(
+                f"arms is {arms!r}; write one line for each arm, such as exact: {{method: exact}}."
+            )
+        _check_whole("seed", seed, least=0)
+        made = tuple(Arm.from_dict(name, arm, seed) for name, arm in arms.items())
+        return cls(**{**values, "arms": made})
+
+    def to_yaml(self) -> str:
+        """Text of a file that ``load`` reads."""
+        return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "PretrainConfig":
+        """Read a YAML or JSON file."""
+        try:
+            return cls.from_dict(read_mapping(path))
+        except PammError as error:
+            raise error if str(path) in str(error) else PammError(f"{path}: {error}") from error
+
+
+def _check_whole(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise PammError(f"{name} is {value!r}; give a whole number, {least} or above.")
+
+
+def _positive(name: str, owner: object, key: str) -> float:
+    value = getattr(owner, key)
+    number = _number(value)
+    if not 0 < number < math.inf:
+        raise PammError(f"{name} is {value!r}; give a number above 0.")
+    return number
+
+
+def _number(value: object) -> float:
+    """A float; also from text, because YAML reads 2e-3 (without a dot) as text."""
+    try:
+        return math.nan if isinstance(value, bool) else float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return math.nan
+
+
+def _paths(name: str, value: object) -> tuple[str, ...]:
+    """A tuple of paths, from one path or from several."""
+    paths = (value,) if isinstance(value, str) else value
+    if not isinstance(paths, list | tuple) or not all(isinstance(path, str) for path in paths):
+        raise PammError(f"{name} is {value!r}; give a file or a folder, or a list of them.")
+    return tuple(paths)
