@@ -1,0 +1,159 @@
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+import pamm
+from pamm.integrations.transformers import PammCallback
+from pamm.nn import groups
+from pamm.stream import Stream
+from tests.helpers import pamm_layers
+
+CONFIG = pamm.PammConfig(ratio=1 / 8)
+
+
+class Text(Dataset[dict[str, Tensor]]):
+    """Random tokens, the same ones for the same index."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        tokens = torch.randint(64, (16,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=64,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            max_position_embeddings=16,
+        )
+    )
+
+
+def trainer(folder: Path, callback: PammCallback, model: Any = None, **changes: Any) -> Trainer:
+    arguments: dict[str, Any] = {
+        "output_dir": str(folder),
+        "max_steps": 4,
+        "save_steps": 2,
+        "per_device_train_batch_size": 2,
+        "use_cpu": True,
+        "dataloader_pin_memory": False,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "logging_steps": 1,
+    }
+    models = {"model_init": llama} if model is None else {"model": model}
+    return Trainer(
+        **models,
+        args=TrainingArguments(**{**arguments, **changes}),
+        train_dataset=Text(),
+        callbacks=[callback],
+    )
+
+
+@pytest.fixture
+def positions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """(step, number of the draw within it) of every draw that is made."""
+    seen: list[tuple[int, int]] = []
+    draw = Stream.draw
+
+    def spy(self: Stream, *args: Any, **kwargs: Any) -> Tensor:
+        position = int(self._position)
+        seen.append((position >> 32, position & (1 << 32) - 1))
+        return draw(self, *args, **kwargs)
+
+    monkeypatch.setattr(Stream, "draw", spy)
+    return seen
+
+
+def test_the_model_is_converted_when_the_trainer_is_made(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    callback, model = PammCallback(CONFIG), llama()
+    with caplog.at_level(logging.INFO, logger="pamm"):
+        trainer(tmp_path, callback, model)
+    assert len(pamm_layers(model)) == 6
+    assert callback.report is not None
+    assert len(callback.report.converted) == 2
+    assert str(callback.report) in caplog.text
+
+
+def test_include_and_exclude_are_those_of_convert(tmp_path: Path) -> None:
+    model = llama()
+    trainer(tmp_path, PammCallback(CONFIG, include="model.layers.1.*"), model)
+    assert [group.name.split(".")[2] for group in groups(model)] == ["1"]
+
+
+def test_a_model_converted_before_is_left_alone(tmp_path: Path) -> None:
+    model = llama()
+    pamm.convert(model, pamm.PammConfig(ratio=1 / 2))
+    before = groups(model)
+    callback = PammCallback(CONFIG)
+    trainer(tmp_path, callback, model).train()
+    assert groups(model) == before
+    assert callback.report is None
+
+
+def test_a_model_without_attention_is_an_error_and_not_a_silent_exact_run(tmp_path: Path) -> None:
+    model = llama()
+    for name in ("q_proj", "k_proj", "v_proj"):
+        for layer in model.model.layers:
+            layer.self_attn.__delattr__(name)
+    with pytest.raises(pamm.NothingToConvertError, match="no attention projections"):
+        trainer(tmp_path, PammCallback(CONFIG), model)
+
+
+def test_the_model_that_model_init_makes_anew_is_converted_too(tmp_path: Path) -> None:
+    made = trainer(tmp_path, PammCallback(CONFIG))
+    first = made.model
+    made.train()
+    assert made.model is not first
+    assert len(pamm_layers(made.model)) == 6  # type: ignore[arg-type]
+
+
+def test_each_forward_pass_of_an_accumulated_step_has_a_draw_of_its_own(
+    tmp_path: Path, positions: list[tuple[int, int]]
+) -> None:
+    trainer(
+        tmp_path, PammCallback(CONFIG), llama(), gradient_accumulation_steps=3, max_steps=2
+    ).train()
+    expected = [(step, micro) for step in range(2) for micro in range(3)]
+    assert sorted(set(positions)) == expected
+    assert len(positions) == 2 * len(expected)  # one for each of the two groups
+
+
+def test_a_resumed_run_draws_and_ends_as_the_uninterrupted_one(
+    tmp_path: Path, positions: list[tuple[int, int]]
+) -> None:
+    straight = llama()
+    trainer(tmp_path, PammCallback(CONFIG), straight).train()
+    drawn = positions[-4:]
+    positions.clear()
+    resumed = llama()
+    trainer(tmp_path, PammCallback(CONFIG), resumed).train(
+        resume_from_checkpoint=str(tmp_path / "checkpoint-2")
+    )
+    assert positions == drawn == [(2, 0), (2, 0), (3, 0), (3, 0)]
+    for one, other in zip(straight.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_checkpoints_are_those_of_the_exact_model(tmp_path: Path) -> None:
+    model = llama()
+    trainer(tmp_path, PammCallback(CONFIG), model).train()
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "checkpoint-4")
+    assert not pamm_layers(loaded)
+    for one, other in zip(model.parameters(), loaded.parameters(), strict=True):
+        assert torch.equal(one, other)
