@@ -1,0 +1,39 @@
+# make demo   the main job, in a few minutes        make test   linter, types, tests
+# make lint   linter and types alone                make clean  remove the environment and caches
+#
+# Each makes the environment in .venv first, once, and again when its requirements change. Needs
+# python3 of version 3.11 or newer; another interpreter: make demo PYTHON=python3.12
+
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/made
+
+# Threads that spin while they wait starve each other on a busy machine (up to 15 times slower).
+export OMP_WAIT_POLICY ?= passive
+
+.PHONY: demo test lint clean
+
+demo: $(STAMP)
+	$(BIN)/pamm demo
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+# Two workers of one thread each: tests are small, and most of their time is Python's.
+test: lint
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
+
+clean:
+	rm -rf .venv .pytest_cache .ruff_cache .hypothesis dist
+	find src tests benchmarks -name __pycache__ -prune -exec rm -rf {} +
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "pamm needs Python 3.11 or newer; '$(PYTHON)' is not." \
+	    "Try: make PYTHON=python3.12" >&2; exit 2; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  -c constraints.txt -e '.[train,plots,dev]'
+	touch $@

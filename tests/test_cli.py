@@ -1,0 +1,162 @@
+"""Bad input through the command line: one message, exit code 2, no traceback, nothing changed."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner, Result
+
+from pamm import extras
+from pamm.cli import app
+from tests.recipes.helpers import config
+
+
+def call(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, [str(each) for each in arguments])
+
+
+def write(folder: Path, **changes: Any) -> Path:
+    """A file of a run that works, but for ``changes``."""
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(config(folder).to_dict() | changes))
+    return path
+
+
+def check_refused(result: Result, *parts: str) -> None:
+    message = " ".join(result.stderr.split())
+    assert result.exit_code == 2, message
+    assert "Traceback" not in result.output
+    for part in parts:
+        assert part in message
+
+
+def test_help_is_quick_and_names_the_commands() -> None:
+    code = (
+        "import sys; sys.argv = ['pamm', '--help']\n"
+        "from pamm.cli import main\n"
+        "try: main()\n"
+        "finally: assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    )
+    begin = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert time.monotonic() - begin < 1.5
+    assert done.returncode == 0, done.stderr
+    assert "demo" in done.stdout
+    assert "pretrain" in done.stdout
+
+
+def test_without_arguments_help_is_shown() -> None:
+    assert "Usage" in call().output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["demos"], "demos"),
+        (["demo", "--nam", "x"], "--nam"),
+        (["pretrain"], "--config"),
+    ],
+)
+def test_usage_errors(arguments: list[str], part: str) -> None:
+    check_refused(call(*arguments), part)
+
+
+def test_the_example_in_the_help_is_a_valid_configuration() -> None:
+    from pamm.cli import pretrain
+    from pamm.recipes.settings import PretrainConfig
+
+    example = (pretrain.__doc__ or "").partition("\b\n")[2]
+    made = PretrainConfig.from_dict(yaml.safe_load(example))
+    assert [arm.name for arm in made.arms] == ["exact", "pamm-1/128"]
+    shown = call("pretrain", "--help").stdout
+    assert "pamm-1/128: {method: pamm, ratio: 1/128}" in shown
+    assert "text: my-text" in shown
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        ({"arms": {"a": {"ratio": 0}}}, ["ratio is 0", "above 0 and at most 1", "1/512"]),
+        ({"arms": {"a": {"ratio": 2}}}, ["ratio is 2", "above 0 and at most 1"]),
+        ({"arms": {"a": {"ratio": float("nan")}}}, ["ratio is nan", "above 0 and at most 1"]),
+        ({"arms": {"a": {"tolerance": -0.5}}}, ["tolerance is -0.5", "0 or above"]),
+        ({"stesp": 3}, ["no key 'stesp'", "did you mean 'steps'", "Allowed:"]),
+        ({"model": {"hidden_sise": 3}}, ["no key 'hidden_sise'", "did you mean 'hidden_size'"]),
+        ({"steps": -1}, ["steps is -1", "1 or above"]),
+        ({"batch_size": 10**6}, ["one step takes", "Give more text"]),
+        ({"text": "none.txt"}, ["no such file or folder: none.txt", "Give the path"]),
+        ({"tokenizer": "./none"}, ["cannot load the tokenizer './none'"]),
+    ],
+)
+def test_a_bad_value(tmp_path: Path, change: dict[str, Any], parts: list[str]) -> None:
+    path = write(tmp_path, **change)
+    check_refused(call("pretrain", "--config", path, "--output", tmp_path / "runs"), *parts)
+    assert not list(tmp_path.glob("runs/*/config.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("content", "part"),
+    [
+        (b"", "the text is empty"),
+        (b"\n \n", "the text is empty"),
+        (b"caf\xe9", "not UTF-8"),
+    ],
+)
+def test_an_empty_or_unreadable_text(tmp_path: Path, content: bytes, part: str) -> None:
+    path = write(tmp_path)
+    (tmp_path / "text.txt").write_bytes(content)
+    check_refused(call("pretrain", "--config", path, "--output", tmp_path / "runs"), part)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "parts"),
+    [
+        ("none.yaml", None, ["cannot read", "none.yaml"]),
+        ("run.toml", "", ["run.toml", ".json, .yaml or .yml"]),
+        ("run.yaml", "a: [", ["run.yaml is not valid YAML"]),
+        ("run.json", "{", ["run.json is not valid JSON"]),
+        ("run.yaml", "- a\n", ["run.yaml holds list", "key: value"]),
+        ("run.yaml", "", ["run.yaml holds NoneType"]),
+        ("run.yaml", "name: a\n", ["lacks text, model, arms, steps, lr"]),
+    ],
+)
+def test_a_bad_file(tmp_path: Path, name: str, content: str | None, parts: list[str]) -> None:
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    check_refused(call("pretrain", "--config", tmp_path / name), *parts)
+
+
+def test_a_run_folder_of_another_configuration_keeps_every_byte(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "tiny"
+    (folder / "exact").mkdir(parents=True)
+    (folder / "config.yaml").write_text(config(tmp_path).to_yaml())
+    (folder / "exact" / "result.json").write_text("precious")
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    path = write(tmp_path, seed=7, arms={"exact": {"method": "exact"}})
+    result = call("pretrain", "--config", path, "--output", tmp_path / "runs")
+    check_refused(result, "another configuration", "arms", "seed (0 there, 7 now)", "another name")
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+
+
+def test_the_demo_refuses_a_folder_of_something_else(tmp_path: Path) -> None:
+    (tmp_path / "demo").mkdir()
+    (tmp_path / "demo" / "thesis.tex").write_text("precious")
+    check_refused(call("demo", "--output", tmp_path), "thesis.tex", "Choose another name")
+    check_refused(call("demo", "--output", tmp_path, "--name", "a/b"), "name is 'a/b'")
+    assert [path.name for path in tmp_path.rglob("*")] == ["demo", "thesis.tex"]
+
+
+def test_a_missing_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = extras.importlib.util.find_spec
+
+    def without_tokenizers(name: str) -> Any:
+        return None if name == "tokenizers" else find(name)
+
+    monkeypatch.setattr(extras.importlib.util, "find_spec", without_tokenizers)
+    result = call("pretrain", "--config", write(tmp_path), "--output", tmp_path / "runs")
+    check_refused(result, "this needs tokenizers", 'pip install "pamm-torch[train]"')
+    assert not (tmp_path / "runs").exists()
