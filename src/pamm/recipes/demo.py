@@ -12,12 +12,14 @@ from pamm.recipes.python_text import module_files, python_text
 from pamm.recipes.results import ArmResult
 from pamm.recipes.settings import Arm, PretrainConfig
 
+LR_NOTE = (
+    "the best for exact training of 0.001, 0.002, 0.004, 0.008 and 0.016 "
+    "(benchmarks/results/demo_learning_rate.jsonl)"
+)
+
 
 def demo_config(name: str, text: Path) -> PretrainConfig:
-    """The run: small, and every arm at the learning rate that was best for exact training.
-
-    The rate is from the grid in ``benchmarks/results/demo_learning_rate.jsonl``.
-    """
+    """The run: small, and every arm at the learning rate that was best for exact training."""
     return PretrainConfig(
         name=name,
         text=(str(text),),
@@ -35,7 +37,7 @@ def demo_config(name: str, text: Path) -> PretrainConfig:
             Arm("uniform-crs-1/128", PammConfig(method="uniform_crs", ratio=1 / 128)),
         ),
         steps=300,
-        lr=4e-3,
+        lr=2e-3,
         eval_every=50,
         eval_sequences=64,
         save_every=50,
@@ -49,7 +51,7 @@ def demo(name: str, output: Path, console: Console) -> list[ArmResult]:
     config = demo_config(name, text)
     with open_run(config, folder):
         write_demo_text(text, console)
-        return train_arms(config, folder, console)
+        return train_arms(config, folder, console, LR_NOTE)
 
 
 def write_demo_text(path: Path, console: Console) -> None:

@@ -81,8 +81,10 @@ def open_run(config: PretrainConfig, folder: Path) -> Iterator[Path]:
         yield folder
 
 
-def train_arms(config: PretrainConfig, folder: Path, console: Console) -> list[ArmResult]:
-    """``pretrain`` in a folder that ``open_run`` gave."""
+def train_arms(
+    config: PretrainConfig, folder: Path, console: Console, lr_note: str = ""
+) -> list[ArmResult]:
+    """``pretrain`` in a folder that ``open_run`` gave; ``lr_note`` is for the report."""
     from pamm.recipes.model import llama_config
     from pamm.recipes.page import write_report
     from pamm.recipes.tokens import prepare
@@ -105,7 +107,7 @@ def train_arms(config: PretrainConfig, folder: Path, console: Console) -> list[A
             console.print(title, style="bold", markup=False, highlight=False)
             _run_arm(arm, folder)
     results = read_results(config, folder)
-    written = write_report(config, folder, results)
+    written = write_report(config, folder, results, lr_note)
     console.print(table(results))
     for path in written:
         console.print(f"  {path}", markup=False, highlight=False, soft_wrap=True)
