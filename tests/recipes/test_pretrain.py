@@ -1,5 +1,6 @@
 """The whole job through the command line: interrupted, resumed, finished, and asked for again."""
 
+import io
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 
 from pamm.errors import ArmFailedError, PammError
@@ -16,7 +18,7 @@ from pamm.recipes import pretrain
 from pamm.recipes.demo import demo_config
 from pamm.recipes.files import read_json, read_json_lines
 from pamm.recipes.pretrain import open_run
-from pamm.recipes.results import COLUMNS, ArmResult, read_results, rows
+from pamm.recipes.results import COLUMNS, ArmResult, read_results, rows, tables
 from pamm.recipes.settings import PretrainConfig
 from pamm.recipes.stop import Stop
 from pamm.recipes.tokens import prepare
@@ -179,6 +181,19 @@ def test_a_comparison_without_exact_or_without_a_finite_loss() -> None:
     assert cells["against exact"] == cells["saved"] == ""
     compared = rows([result("exact", None, 10), result("pamm", 5.0, 10)])
     assert compared[1][2] == ""
+
+
+@pytest.mark.parametrize("arms", [1, 4, 5, 10])
+def test_tables_fit_a_terminal_and_cut_no_number(arms: int) -> None:
+    results = [result("exact", 100.0, 1 << 30)]
+    results += [result(f"uniform-crs-1/{n}", 1234.5, 123 << 20) for n in range(1, arms)]
+    console = Console(width=80, file=io.StringIO())
+    console.print(tables(results))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert text.count("12,346") == arms
+    assert text.count("1,234.50") == text.count("+1134.5%") == arms - 1
+    assert text.count("validation perplexity") == -(-arms // 4)
+    assert "…" not in text
 
 
 def test_the_demo_compares_like_with_like(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from pamm.config import read_mapping
 from pamm.errors import ArmFailedError, PammError
 from pamm.extras import require
 from pamm.recipes.files import write_text
-from pamm.recipes.results import RESULT, ArmResult, read_results, table
+from pamm.recipes.results import RESULT, ArmResult, read_results, tables
 from pamm.recipes.settings import Arm, PretrainConfig
 
 CONFIG = "config.yaml"
@@ -108,7 +108,7 @@ def train_arms(
             _run_arm(arm, folder)
     results = read_results(config, folder)
     written = write_report(config, folder, results, lr_note)
-    console.print(table(results))
+    console.print(tables(results))
     for path in written:
         console.print(f"  {path}", markup=False, highlight=False, soft_wrap=True)
     return results

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from rich import box
+from rich.console import Group
 from rich.table import Table
 
 from pamm.recipes.files import read_json, read_json_lines
@@ -86,6 +87,7 @@ COLUMNS = (
     "saved",
     "process peak",
 )
+_ARMS_A_TABLE = 4
 
 
 def rows(results: list[ArmResult]) -> list[tuple[str, ...]]:
@@ -111,17 +113,19 @@ def rows(results: list[ArmResult]) -> list[tuple[str, ...]]:
     ]
 
 
-def table(results: list[ArmResult]) -> Table:
-    """The comparison for a terminal: a column for each arm, so that four fit in 80 characters."""
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for number, cells in enumerate(zip(COLUMNS, *rows(results), strict=True)):
-        if number == 0:
-            made.add_column()
-            for name in cells[1:]:
-                made.add_column(name, justify="right", overflow="fold")
-        else:
-            made.add_row(*cells)
-    return made
+def tables(results: list[ArmResult]) -> Group:
+    """The comparison for a terminal: a column for each arm, and never more than 80 characters."""
+    made = []
+    for start in range(0, len(results), _ARMS_A_TABLE):
+        part = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        part.add_column(no_wrap=True)
+        names, *lines = zip(*rows(results)[start : start + _ARMS_A_TABLE], strict=True)
+        for name in names:
+            part.add_column(name, justify="right", overflow="fold")
+        for title, cells in zip(COLUMNS[1:], lines, strict=True):
+            part.add_row(title, *cells)
+        made.append(part)
+    return Group(*made)
 
 
 def _difference(result: ArmResult, exact: ArmResult | None) -> str:
