@@ -1,3 +1,4 @@
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -6,9 +7,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import TrainingArguments
 
 from pamm.config import PammConfig
 from pamm.errors import PammError
+from pamm.recipes import training
 from pamm.recipes.callbacks import finite, perplexity
 from pamm.recipes.files import read_json, read_json_lines
 from pamm.recipes.model import llama_config
@@ -121,6 +124,26 @@ def test_the_result_says_what_was_measured(tmp_path: Path) -> None:
     assert exact["parameters"] == approximate["parameters"]
     assert exact["tokens_per_second"] > 0
     assert exact["peak_bytes"] > 100 << 20
+
+
+def test_bytes_under_autocast_are_those_of_the_dtype_that_layers_compute_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: fp32 weights, bf16 autocast."""
+    arguments = training._arguments
+
+    def bf16(*args: Any) -> TrainingArguments:
+        return dataclasses.replace(arguments(*args), bf16=True)
+
+    monkeypatch.setattr(training, "_arguments", bf16)
+    made = config(tmp_path, steps=2)
+    run(tmp_path, made, arm=0)
+    run(tmp_path, made, arm=1)
+    exact, approximate = (read_json(tmp_path / f"{n}/result.json") for n in ("exact", "pamm-1-16"))
+    assert exact["precision"] == "bf16 autocast"
+    assert exact["predicted_bytes"] == 2 * 64 * 32 * 2
+    assert exact["held_bytes"] == 3 * exact["predicted_bytes"]  # autocast casts X for q, k and v
+    assert approximate["held_bytes"] == approximate["predicted_bytes"]
 
 
 def test_arms_begin_with_the_same_weights_and_see_the_same_batches(tmp_path: Path) -> None:

@@ -34,14 +34,15 @@ def loss_curves(
     """
     figure, axes = _figure(8, 5)
     millions = tokens_per_step / 1e6
-    for arm, colour in colours(list(training)).items():
+    for number, (arm, colour) in enumerate(colours(list(training)).items()):
+        line = "o-" if number < len(_COLOURS) else "o--"  # colours repeat
         steps, losses = _columns(training[arm])
         window = max(1, len(losses) // 50)
         axes.plot(
             steps[window - 1 :] * millions, _mean(losses, window), color=colour, alpha=0.45, lw=1
         )
         steps, losses = _columns(validation.get(arm, ()))
-        axes.plot(steps * millions, losses, "o-", color=colour, lw=1.8, ms=4, label=arm)
+        axes.plot(steps * millions, losses, line, color=colour, lw=1.8, ms=4, label=arm)
     axes.set_xlabel("tokens seen (millions)")
     axes.set_ylabel("loss (nats a token)")
     axes.set_title("Validation loss (points) and training loss (thin lines, running mean)")
