@@ -13,13 +13,14 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
+from pamm.config import PammConfig
 from pamm.errors import ArmFailedError, PammError
 from pamm.recipes import pretrain
 from pamm.recipes.demo import demo_config
 from pamm.recipes.files import read_json, read_json_lines
 from pamm.recipes.pretrain import open_run
 from pamm.recipes.results import COLUMNS, ArmResult, read_results, rows, tables
-from pamm.recipes.settings import PretrainConfig
+from pamm.recipes.settings import Arm, PretrainConfig
 from pamm.recipes.stop import Stop
 from pamm.recipes.tokens import prepare
 from pamm.recipes.training import train_arm
@@ -97,13 +98,11 @@ def test_a_folder_of_another_run_is_refused_and_not_touched(tmp_path: Path) -> N
     with open_run(config(tmp_path), tmp_path / "run") as folder:
         (folder / "config.yaml").write_text(config(tmp_path).to_yaml())
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
-    with (
-        pytest.raises(
-            PammError, match=r"differ: steps \(6 there, 7 now\); lr \(0.01 .*another name"
-        ),
-        open_run(config(tmp_path, steps=7, lr=1.0), folder),
-    ):
-        pass
+    arms = (config(tmp_path).arms[0], Arm("pamm-1/16", PammConfig(ratio=1 / 8)))
+    with pytest.raises(PammError) as caught:
+        open_run(config(tmp_path, steps=7, arms=arms), folder).__enter__()
+    expected = "arms.pamm-1/16.ratio (0.0625 there, 0.125 now), steps (6 there, 7 now)."
+    assert f"these keys differ: {expected} Choose another name" in str(caught.value)
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 
 

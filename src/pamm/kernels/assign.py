@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pamm.kernels.tiles import assign_tile, precision
+from pamm.kernels.tiles import assign_tile, operand, precision
 from pamm.types import Compressed, assignment_dtype
 
 
@@ -48,7 +48,7 @@ def _gather_kernel(
 def _assign_kernel(
     x_ptr, c_ptr, index_ptr, inverse_ptr, own_ptr, f_ptr, alpha_ptr, beta_ptr, counter_ptr,
     tokens, n, k, stride_row, stride_col, least_cosine_squared,
-    TESTED: tl.constexpr, DROP_ALL: tl.constexpr, PRECISION: tl.constexpr,
+    TESTED: tl.constexpr, DROP_ALL: tl.constexpr, PRECISION: tl.constexpr, OPERAND: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """f, alpha and (if tested) beta for BLOCK_T tokens."""
@@ -76,7 +76,7 @@ def _assign_kernel(
                 c_ptr + j[None, :].to(tl.int64) * n + column[:, None],
                 mask=exists[None, :] & inside[:, None], other=0.0,
             )  # fmt: skip
-            similarity = tl.dot(x, c, similarity, input_precision=PRECISION)
+            similarity = tl.dot(x.to(OPERAND), c.to(OPERAND), similarity, input_precision=PRECISION)
             if TESTED and first == 0:
                 wide = x.to(tl.float32)
                 square += tl.sum(wide * wide, 1)
@@ -139,6 +139,7 @@ def compress(x: Tensor, index: Tensor, tolerance: float | None) -> Compressed:
         x, c, index, of_generators[0], of_generators[1], f, alpha, beta, counter,
         tokens, n, k, x.stride(0), x.stride(1),
         1 - tolerance**2 if tolerance is not None else 0.0,
-        TESTED=tested, DROP_ALL=tolerance == 0, PRECISION=precision(x.dtype), **tile,
+        TESTED=tested, DROP_ALL=tolerance == 0, PRECISION=precision(x.dtype),
+        OPERAND=operand(x.dtype), **tile,
     )  # fmt: skip
     return Compressed(c, f, alpha, beta)

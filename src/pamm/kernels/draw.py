@@ -33,8 +33,8 @@ def _draw_kernel(
 ):  # fmt: skip
     """One program walks over the values and keeps, in order, those below ``tokens``."""
     position = tl.load(position_ptr)
-    key = _mix((position & 0xFFFFFFFF) ^ _mix(key_low.to(tl.int64)))
-    key = _mix(key ^ ((position >> 32) & 0xFFFFFFFF) ^ _mix(key_high.to(tl.int64)))
+    key = _mix((position & 0xFFFFFFFF) ^ _mix(key_low.to(tl.int64) & 0xFFFFFFFF))
+    key = _mix(key ^ ((position >> 32) & 0xFFFFFFFF) ^ _mix(key_high.to(tl.int64) & 0xFFFFFFFF))
     wide_q = q.to(tl.int64)
     wide_p = p.to(tl.int64)
     found = tokens * 0

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pamm.kernels.tiles import expand_tile, precision, segment_tile, splits
+from pamm.kernels.tiles import expand_tile, operand, precision, segment_tile, splits
 from pamm.types import Compressed
 
 
@@ -19,7 +19,8 @@ from pamm.types import Compressed
 def _segment_sum_kernel(
     f_ptr, alpha_ptr, g_ptr, partial_ptr,
     tokens, m, k, stride_row, stride_col, tokens_each,
-    PRECISION: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr, OPERAND: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """partial[split] = P.T @ G over the tokens of one split, for one tile of k and of m."""
     split = tl.program_id(1).to(tl.int64)
@@ -38,8 +39,8 @@ def _segment_sum_kernel(
             g_ptr + token[:, None] * stride_row + column[None, :] * stride_col,
             mask=present[:, None] & inside[None, :], other=0.0,
         )  # fmt: skip
-        p = tl.where(j[:, None] == f[None, :], alpha[None, :], 0.0).to(g.dtype)
-        total = tl.dot(p, g, total, input_precision=PRECISION)
+        p = tl.where(j[:, None] == f[None, :], alpha[None, :], 0.0)
+        total = tl.dot(p.to(OPERAND), g.to(OPERAND), total, input_precision=PRECISION)
     where = (split * k + j[:, None]) * m + column[None, :]
     tl.store(partial_ptr + where, total, mask=(j < k)[:, None] & inside[None, :])
 
@@ -48,7 +49,7 @@ def _segment_sum_kernel(
 def _expand_kernel(
     partial_ptr, c_ptr, beta_ptr, w_ptr,
     m, n, k, parts,
-    PRECISION: tl.constexpr, NARROW: tl.constexpr,
+    PRECISION: tl.constexpr, OPERAND: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """dW = beta * (sum of the partials).T @ C, for one tile of (m, n)."""
@@ -69,7 +70,7 @@ def _expand_kernel(
             mask=(j < k)[:, None] & (column < n)[None, :], other=0.0,
         )  # fmt: skip
         # In fp16 a sum over many tokens can overflow, in tf32 it cannot.
-        total = tl.dot(b.to(NARROW), c.to(NARROW), total, input_precision=PRECISION)
+        total = tl.dot(b.to(OPERAND), c.to(OPERAND), total, input_precision=PRECISION)
     total *= tl.load(beta_ptr)
     where = row[:, None] * n + column[None, :]
     tl.store(
@@ -92,12 +93,12 @@ def weight_grad(compressed: Compressed, g: Tensor) -> Tensor:
     grid = (triton.cdiv(m, tile["BLOCK_M"]), parts, triton.cdiv(k, tile["BLOCK_K"]))
     _segment_sum_kernel[grid](
         f, alpha, g, partial, tokens, m, k, g.stride(0), g.stride(1), tokens_each,
-        PRECISION=precision(g.dtype), **tile,
+        PRECISION=precision(g.dtype), OPERAND=operand(g.dtype), **tile,
     )  # fmt: skip
     tile = expand_tile(k, m, n)
     _expand_kernel[(triton.cdiv(m, tile["BLOCK_M"]), triton.cdiv(n, tile["BLOCK_N"]))](
         partial, c, beta, w, m, n, k, parts,
         PRECISION="tf32" if g.dtype == torch.float16 else precision(g.dtype),
-        NARROW=tl.bfloat16 if g.dtype == torch.bfloat16 else tl.float32, **tile,
+        OPERAND=tl.float32 if g.dtype == torch.float16 else operand(g.dtype), **tile,
     )  # fmt: skip
     return w

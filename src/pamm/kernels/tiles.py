@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 
 
 def precision(dtype: torch.dtype) -> str:
@@ -12,6 +13,18 @@ def precision(dtype: torch.dtype) -> str:
     if dtype == torch.float32 and not torch.backends.cuda.matmul.allow_tf32:
         return "tf32x3"
     return "tf32"
+
+
+def operand(dtype: torch.dtype) -> tl.dtype:
+    """The type in which tiles enter the tensor cores."""
+    if dtype == torch.bfloat16 and not interpreted():  # the interpreter multiplies bf16 as integers
+        return tl.bfloat16
+    return tl.float16 if dtype == torch.float16 else tl.float32
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, on the CPU."""
+    return triton.knobs.runtime.interpret
 
 
 def assign_tile(k: int, n: int, dtype: torch.dtype) -> dict[str, Any]:

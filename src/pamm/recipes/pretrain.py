@@ -18,10 +18,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
-from pamm.config import read_mapping
 from pamm.errors import ArmFailedError, PammError
 from pamm.extras import require
 from pamm.recipes.files import write_text
@@ -109,6 +109,10 @@ def train_arms(
     results = read_results(config, folder)
     written = write_report(config, folder, results, lr_note)
     console.print(tables(results))
+    console.print(
+        "One seed: small differences can be chance. Tokens/s are of this machine, as busy as it "
+        "was. How each number was measured is in the report."
+    )
     for path in written:
         console.print(f"  {path}", markup=False, highlight=False, soft_wrap=True)
     return results
@@ -147,18 +151,29 @@ def _run_arm(arm: Arm, folder: Path) -> None:
 
 
 def _check_same(config: PretrainConfig, folder: Path) -> None:
-    there, wanted = read_mapping(folder / CONFIG), config.to_dict()
+    there = _flat(PretrainConfig.load(folder / CONFIG).to_dict())
+    wanted = _flat(config.to_dict())
     differing = [
-        f"{key} ({there.get(key)!r} there, {wanted.get(key)!r} now)"
+        f"{key} ({there.get(key, 'none')} there, {wanted.get(key, 'none')} now)"
         for key in dict.fromkeys([*there, *wanted])
         if there.get(key) != wanted.get(key)
     ]
     if differing:
         raise PammError(
             f"{folder} holds a run of another configuration; these keys differ: "
-            f"{'; '.join(differing)}. Choose another name, or remove that folder. Nothing in it "
+            f"{', '.join(differing)}. Choose another name, or remove that folder. Nothing in it "
             "was changed."
         )
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """``{"arms": {"exact": {"lr": 1}}}`` as ``{"arms.exact.lr": 1}``."""
+    flat = {}
+    for key, value in values.items():
+        flat |= (
+            _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        )
+    return flat
 
 
 def _unknown(folder: Path) -> list[str]:

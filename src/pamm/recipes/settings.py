@@ -51,8 +51,9 @@ class Arm:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values; rates that come from the run are left out."""
+        values = {"method": "exact"} if self.is_exact else self.config.to_dict()
         rates = {"lr": self.lr, "lr_factor": self.lr_factor}
-        return self.config.to_dict() | {k: v for k, v in rates.items() if v is not None}
+        return values | {key: rate for key, rate in rates.items() if rate is not None}
 
     @classmethod
     def from_dict(cls, name: str, values: object, seed: int) -> "Arm":
