@@ -35,7 +35,8 @@ def _gather_kernel(
         square += tl.sum(wide * wide, 0)
         # A sum, not a maximum: NaN must come out as "not zero".
         largest += tl.sum(tl.abs(wide), 0)
-    tl.store(inverse_ptr + j, tl.where(square > 0, 1.0 / tl.sqrt(square), 0.0))
+    zero = square == 0  # written so that NaN is not zero
+    tl.store(inverse_ptr + j, tl.where(zero, 0.0, 1.0 / tl.sqrt(tl.where(zero, 1.0, square))))
     tl.store(own_ptr + j, tl.where(largest == 0, 0.0, 1.0))
     if j == 0:
         tl.store(beta_ptr, ready_beta)

@@ -33,6 +33,8 @@ def _draw_kernel(
 ):  # fmt: skip
     """One program walks over the values and keeps, in order, those below ``tokens``."""
     position = tl.load(position_ptr)
+    if ADVANCE:
+        position += 1
     key = _mix((position & 0xFFFFFFFF) ^ _mix(key_low.to(tl.int64) & 0xFFFFFFFF))
     key = _mix(key ^ ((position >> 32) & 0xFFFFFFFF) ^ _mix(key_high.to(tl.int64) & 0xFFFFFFFF))
     wide_q = q.to(tl.int64)
@@ -56,14 +58,16 @@ def _draw_kernel(
         found += tl.sum(valid.to(tl.int32), 0)
     if ADVANCE:
         tl.debug_barrier()  # every thread has read the position
-        tl.store(position_ptr, position + 1)
+        tl.store(position_ptr, position)
 
 
 def draw(
     position: Tensor, key_low: int, key_high: int, tokens: int, k: int, advance: bool
 ) -> Tensor:
-    """The first k values of permutation number ``position``; may move on to the next one."""
+    """The first k values of permutation number ``position``, or, to advance, of the next one."""
     p, q = domain(tokens)
+    # As signed words, or the type of the argument would change with the key.
+    key_low, key_high = (key - ((key >> 31) << 32) for key in (key_low, key_high))
     index = torch.empty(k, dtype=torch.int64, device=position.device)
     _draw_kernel[(1,)](
         position, index, key_low, key_high, tokens, k, p, q,
