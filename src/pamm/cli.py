@@ -8,23 +8,24 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from pamm.errors import ArmFailedError, PammError
+from pamm.recipes.console import show_error
 
 
 class _Group(TyperGroup):
     """Turns what users can meet into a message and an exit code; for all commands below it."""
 
     def invoke(self, ctx: Any) -> Any:
-        errors = Console(stderr=True)
         try:
             return super().invoke(ctx)
         except PammError as error:
-            errors.print(f"error: {error}", style="red", markup=False, highlight=False)
+            show_error(error)
             raise typer.Exit(2) from error
         except ArmFailedError as error:
-            errors.print(f"error: {error}", style="red", markup=False, highlight=False)
+            show_error(error)
             raise typer.Exit(error.exit_code) from error
         except KeyboardInterrupt as error:
-            errors.print("stopped; the same command goes on from here", style="yellow")
+            notice = "stopped; the same command goes on from here"
+            Console(stderr=True).print(notice, style="yellow")
             raise typer.Exit(130) from error
 
 

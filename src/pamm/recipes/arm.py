@@ -12,6 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from pamm.errors import PammError
+from pamm.recipes.console import show_error
 from pamm.recipes.settings import PretrainConfig
 from pamm.recipes.stop import Stop
 
@@ -27,7 +28,7 @@ def main(run_folder: Path, arm_folder: str) -> int:
         arm = next(arm for arm in config.arms if arm.folder == arm_folder)
         finished = train_arm(config, arm, run_folder, Console(), stop)
     except PammError as error:
-        Console(stderr=True).print(f"error: {error}", style="red", markup=False, highlight=False)
+        show_error(error)
         return 2
     return 0 if finished else 130
 

@@ -5,9 +5,9 @@ from pathlib import Path
 from rich.console import Console
 
 from pamm.config import PammConfig
+from pamm.recipes.console import progress_bar
 from pamm.recipes.files import write_text
 from pamm.recipes.pretrain import open_run, train_arms
-from pamm.recipes.progress import progress_bar
 from pamm.recipes.python_text import module_files, python_text
 from pamm.recipes.results import ArmResult
 from pamm.recipes.settings import Arm, PretrainConfig

@@ -117,7 +117,7 @@ def tables(results: list[ArmResult]) -> Group:
     """The comparison for a terminal: a column for each arm, and never more than 80 characters."""
     made = []
     for start in range(0, len(results), _ARMS_A_TABLE):
-        part = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        part = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
         part.add_column(no_wrap=True)
         names, *lines = zip(*rows(results)[start : start + _ARMS_A_TABLE], strict=True)
         for name in names:

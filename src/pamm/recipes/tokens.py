@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from pamm.errors import PammError
+from pamm.recipes.console import progress_bar
 from pamm.recipes.files import read_json, write_json, write_text
-from pamm.recipes.progress import progress_bar
 from pamm.recipes.settings import PretrainConfig
 from pamm.recipes.text import find_files, read_texts
 

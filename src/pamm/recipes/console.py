@@ -1,4 +1,4 @@
-"""A progress bar for work that is not training."""
+"""What a user sees in the terminal beside the training itself."""
 
 import contextlib
 from collections.abc import Iterator
@@ -16,3 +16,9 @@ def progress_bar(console: Console, title: str, total: int) -> Iterator[Advance]:
     with Progress(*columns, console=console) as progress:
         task = progress.add_task(title, total=total)
         yield lambda count: progress.advance(task, count)
+
+
+def show_error(error: Exception) -> None:
+    """Print the message to stderr; not wrapped, so that paths in it stay whole."""
+    line = f"error: {error}"
+    Console(stderr=True).print(line, style="red", markup=False, highlight=False, soft_wrap=True)
