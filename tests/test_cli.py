@@ -150,6 +150,12 @@ def test_the_demo_refuses_a_folder_of_something_else(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.rglob("*")] == ["demo", "thesis.tex"]
 
 
+def test_an_output_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("precious")
+    result = call("pretrain", "--config", write(tmp_path), "--output", tmp_path / "file" / "runs")
+    check_refused(result, "cannot write in", "Not a directory", "another output folder")
+
+
 def test_a_missing_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     find = extras.importlib.util.find_spec
 

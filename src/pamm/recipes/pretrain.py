@@ -67,8 +67,14 @@ def open_run(config: PretrainConfig, folder: Path) -> Iterator[Path]:
             f"{folder} is not empty ({', '.join(others[:3])}) and no run of pamm. Choose another "
             "name or output folder."
         )
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as lock:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / ".lock").open("w")
+    except OSError as error:
+        raise PammError(
+            f"cannot write in {folder}: {error.strerror}. Choose another output folder."
+        ) from error
+    with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
