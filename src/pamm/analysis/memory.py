@@ -117,10 +117,11 @@ def peak_bytes(device: torch.device) -> int:
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    # First choice on Linux, where getrusage begins with the peak of the process that started this
+    # one; but not every kernel that calls itself Linux has the line.
     status = Path("/proc/self/status")
-    if status.exists():
-        # Not getrusage: on Linux its peak begins with that of the process that started this one.
-        line = next(row for row in status.read_text().splitlines() if row.startswith("VmHWM:"))
-        return int(line.split()[1]) * 1024
+    for line in status.read_text().splitlines() if status.exists() else ():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # bytes on macOS, else KiB
