@@ -175,7 +175,7 @@ def test_every_output_element_is_written(monkeypatch: pytest.MonkeyPatch) -> Non
         patch.setattr(torch, "empty", poisoned)
         state = ops.compress(x, index, 0.95, "triton")
         product = ops.weight_grad(state, b, "triton")
-        drawn = ops.draw(torch.ones((), dtype=torch.int64, device=DEVICE), 1, 2, 530, 70, "triton")
+        drawn = ops.draw(torch.tensor([0, 1, 2], device=DEVICE), 0, 530, 70, "triton")
     assert all(part.isfinite().all() for part in (*state, product))
     assert (state.assignment < 70).all()
     assert state.normalization == slow.normalization
@@ -187,12 +187,13 @@ def test_every_output_element_is_written(monkeypatch: pytest.MonkeyPatch) -> Non
 )
 @pytest.mark.parametrize("position", [0, 1, 3 << 32, (1 << 40) + 5])
 def test_the_draw_kernel_gives_the_same_integers(tokens: int, k: int, position: int) -> None:
-    at = torch.tensor(position, device=DEVICE)
-    for low, high in ((0, 0), (0xFFFFFFFF, 0x80000001), (12345, 0xDEADBEEF)):
-        drawn = ops.draw(at, low, high, tokens, k, "triton")
-        expected = permutation_prefix(tokens, k, low, high, torch.tensor(position))
-        assert torch.equal(drawn.cpu(), expected)
-    assert at.item() == position
-    following = ops.draw_next(at, 1, 2, tokens, k, "triton")
-    assert at.item() == position + 1
-    assert torch.equal(following, ops.draw(at, 1, 2, tokens, k, "triton"))
+    for low, high, rank in ((0, 0, 0), (0xFFFFFFFF, 0x80000001, 1), (12345, 0xDEADBEEF, 70_000)):
+        state = torch.tensor([position, low, high])
+        on_device = state.clone().to(DEVICE)
+        drawn = ops.draw(on_device, rank, tokens, k, "triton")
+        assert torch.equal(drawn.cpu(), permutation_prefix(state, rank, tokens, k))
+        assert torch.equal(on_device.cpu(), state)
+        following = ops.draw_next(on_device, rank, tokens, k, "triton")
+        state[0] += 1
+        assert torch.equal(on_device.cpu(), state)
+        assert torch.equal(following.cpu(), permutation_prefix(state, rank, tokens, k))

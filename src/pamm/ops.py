@@ -1,6 +1,6 @@
 """The operations of PAMM as ``torch.library`` ops, on whichever backend serves the device.
 
-    pamm::draw         k of b row numbers, from a position of the stream
+    pamm::draw         k of b row numbers, from a position of a stream
     pamm::draw_next    the same, after moving the position on
     pamm::compress     C, f, alpha, beta of X and k row numbers: deterministic
     pamm::weight_grad  (beta C.T @ B~).T: deterministic
@@ -45,41 +45,31 @@ def _fake(name: str) -> Callable[[Callable[..., Any]], Any]:
     return torch.library.register_fake(f"pamm::{name}", lib=_LIBRARY)
 
 
-@_op(
-    "draw(Tensor position, int key_low, int key_high, SymInt tokens, SymInt k, "
-    "str backend) -> Tensor"
-)
-def draw(
-    position: Tensor, key_low: int, key_high: int, tokens: int, k: int, backend: str
-) -> Tensor:
-    """The first k values of the permutation of [0, tokens) that the key and position name."""
-    if _use_triton(position, backend):
+@_op("draw(Tensor state, int rank, SymInt tokens, SymInt k, str backend) -> Tensor")
+def draw(state: Tensor, rank: int, tokens: int, k: int, backend: str) -> Tensor:
+    """The first k values of the permutation of [0, tokens) that the state and rank name."""
+    if _use_triton(state, backend):
         from pamm.kernels import draw as kernel
 
-        return kernel.draw(position, key_low, key_high, tokens, k, advance=False)
-    return permutation_prefix(tokens, k, key_low, key_high, position)
+        return kernel.draw(state, rank, tokens, k, advance=False)
+    return permutation_prefix(state, rank, tokens, k)
 
 
-@_op(
-    "draw_next(Tensor(a!) position, int key_low, int key_high, SymInt tokens, SymInt k, "
-    "str backend) -> Tensor"
-)
-def draw_next(
-    position: Tensor, key_low: int, key_high: int, tokens: int, k: int, backend: str
-) -> Tensor:
+@_op("draw_next(Tensor(a!) state, int rank, SymInt tokens, SymInt k, str backend) -> Tensor")
+def draw_next(state: Tensor, rank: int, tokens: int, k: int, backend: str) -> Tensor:
     """``draw`` at the next position."""
-    if _use_triton(position, backend):
+    if _use_triton(state, backend):
         from pamm.kernels import draw as kernel
 
-        return kernel.draw(position, key_low, key_high, tokens, k, advance=True)
-    position.add_(1)
-    return permutation_prefix(tokens, k, key_low, key_high, position)
+        return kernel.draw(state, rank, tokens, k, advance=True)
+    state[0] += 1
+    return permutation_prefix(state, rank, tokens, k)
 
 
 @_fake("draw")
 @_fake("draw_next")
-def _(position: Tensor, key_low: int, key_high: int, tokens: int, k: int, backend: str) -> Tensor:
-    return position.new_empty(k)
+def _(state: Tensor, rank: int, tokens: int, k: int, backend: str) -> Tensor:
+    return state.new_empty(k)
 
 
 @_op("compress(Tensor x, Tensor index, float? tolerance, str backend) -> Tensor[]")

@@ -16,17 +16,19 @@ _WORD = (1 << 32) - 1
 
 
 def permutation_prefix(
-    tokens: int, k: int, key_low: int, key_high: int, position: Int64[Tensor, ""]
+    state: Int64[Tensor, " 3"], rank: int, tokens: int, k: int
 ) -> Int64[Tensor, " k"]:
-    """The first k values of the keyed permutation of [0, tokens) number ``position``.
+    """The first k values of one permutation of [0, tokens).
 
-    The network permutes [0, p q). Values past the end are skipped, so the first k + p q - tokens
+    Which one, says ``state``, a position and two words of a key, and the rank. The network permutes
+    [0, p q). Values past the end are skipped, so the first k + p q - tokens
     of them always hold k that are valid.
     """
     p, q = domain(tokens)
-    device = position.device
-    key = _mix((position & _WORD) ^ mix_word(key_low))
-    key = _mix(key ^ ((position >> 32) & _WORD) ^ mix_word(key_high))
+    device = state.device
+    position, low, high = state.unbind()
+    key = _mix((position & _WORD) ^ _mix(low))
+    key = _mix(key ^ ((position >> 32) & _WORD) ^ _mix(high ^ (rank * GOLDEN & _WORD)))
     rounds = _mix((key + torch.arange(1, ROUNDS + 1, device=device) * GOLDEN) & _WORD).unbind()
 
     value = torch.arange(k + p * q - tokens, device=device)
@@ -61,12 +63,3 @@ def _scramble(x: Tensor) -> Tensor:
     x = x * 0x735A2D97
     x = (x ^ (x >> 29)) * 0x21F0AAAD9E3779B1
     return (x >> 33) & (_WORD >> 1)
-
-
-def mix_word(x: int) -> int:
-    """``_mix`` of a Python integer."""
-    x ^= x >> 16
-    x = (x * 0x21F0AAAD) & _WORD
-    x ^= x >> 15
-    x = (x * 0x735A2D97) & _WORD
-    return x ^ (x >> 15)

@@ -8,10 +8,6 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from pamm import ops
-from pamm.permutation import GOLDEN, mix_word
-
-_WORD = (1 << 32) - 1
-
 
 Draw = Callable[[int, int, torch.device], Tensor]
 """Of (tokens, k, device): k of ``tokens`` row numbers, distinct. Such as ``Stream.draw``."""
@@ -22,8 +18,9 @@ class Stream:
 
     A draw is a pure function of (seed, name, rank, position) (``pamm.permutation``): torch's global
     random state is neither read nor changed, so dropout masks stay those of exact training. The
-    position is an integer on the device, so that drawing never waits for the host and works in a
-    captured graph. Ranks of ``torch.distributed`` draw different rows.
+    position and the key lie on the device: drawing never waits for the host, works in a captured
+    graph, and layers that differ in nothing else share one compiled graph. Ranks of
+    ``torch.distributed`` draw different rows.
 
     Args:
         seed: the same seed gives the same draws.
@@ -36,35 +33,35 @@ class Stream:
     """
 
     def __init__(self, seed: int = 0, name: str = "", backend: str = "auto") -> None:
-        seeded = mix_word(seed & _WORD) ^ mix_word((seed >> 32) & _WORD)
-        self._key = (seeded, zlib.crc32(name.encode()))
+        key = zlib.crc32(f"{seed} {name}".encode()), zlib.crc32(f"{name} {seed}".encode())
+        self._state = torch.tensor([0, *key])  # the position, and two words of a key
         self._backend = backend
-        self._position = torch.zeros((), dtype=torch.int64)
+
+    @property
+    def position(self) -> int:
+        """Where the stream stands. Waits for the device."""
+        return int(self._state[0])
 
     def draw(self, tokens: int, k: int, device: torch.device) -> Int64[Tensor, " k"]:
         """The next k row numbers, uniform without replacement."""
         self._move(device)
         if torch.compiler.is_compiling():  # the compiler writes the addition into the graph
-            self._position.add_(1)
+            self._state[0].add_(1)
             return self.draw_again(tokens, k, device)
-        return ops.draw_next(self._position, *self._rank_key(), tokens, k, self._backend)
+        return ops.draw_next(self._state, _rank(), tokens, k, self._backend)
 
     def draw_again(self, tokens: int, k: int, device: torch.device) -> Int64[Tensor, " k"]:
         """The rows that the last ``draw`` gave."""
         self._move(device)
-        return ops.draw(self._position, *self._rank_key(), tokens, k, self._backend)
+        return ops.draw(self._state, _rank(), tokens, k, self._backend)
 
     def seek(self, step: int) -> None:
         """Go to the first draw of training step ``step``; each step has room for 2^32 draws."""
-        self._position.fill_(step << 32)
+        self._state[0].fill_(step << 32)
 
     def _move(self, device: torch.device) -> None:
-        if self._position.device != device:
-            self._position = self._position.to(device)
-
-    def _rank_key(self) -> tuple[int, int]:
-        low, high = self._key
-        return low, high ^ (_rank() * GOLDEN & _WORD)
+        if self._state.device != device:
+            self._state = self._state.to(device)
 
 
 def _rank() -> int:

@@ -70,7 +70,7 @@ def positions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     draw = Stream.draw
 
     def spy(self: Stream, *args: Any, **kwargs: Any) -> Tensor:
-        position = int(self._position)
+        position = self.position
         seen.append((position >> 32, position & (1 << 32) - 1))
         return draw(self, *args, **kwargs)
 

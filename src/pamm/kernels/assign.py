@@ -45,7 +45,7 @@ def _gather_kernel(
             tl.store(counter_ptr + 1, 0)
 
 
-@triton.jit(do_not_specialize=["tokens", "least_cosine_squared"])
+@triton.jit(do_not_specialize=["tokens", "k", "least_cosine_squared"])
 def _assign_kernel(
     x_ptr, c_ptr, index_ptr, inverse_ptr, own_ptr, f_ptr, alpha_ptr, beta_ptr, counter_ptr,
     tokens, n, k, stride_row, stride_col, least_cosine_squared,

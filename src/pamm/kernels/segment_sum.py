@@ -15,7 +15,7 @@ from pamm.kernels.tiles import expand_tile, operand, precision, segment_tile, sp
 from pamm.types import Compressed
 
 
-@triton.jit(do_not_specialize=["tokens", "tokens_each"])
+@triton.jit(do_not_specialize=["tokens", "k", "tokens_each"])
 def _segment_sum_kernel(
     f_ptr, alpha_ptr, g_ptr, partial_ptr,
     tokens, m, k, stride_row, stride_col, tokens_each,
@@ -45,11 +45,11 @@ def _segment_sum_kernel(
     tl.store(partial_ptr + where, total, mask=(j < k)[:, None] & inside[None, :])
 
 
-@triton.jit(do_not_specialize=["parts"])
+@triton.jit(do_not_specialize=["k", "parts"])
 def _expand_kernel(
     partial_ptr, c_ptr, beta_ptr, w_ptr,
     m, n, k, parts,
-    PRECISION: tl.constexpr, OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr, OPERAND: tl.constexpr, AT_ONCE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """dW = beta * (sum of the partials).T @ C, for one tile of (m, n)."""
@@ -62,9 +62,10 @@ def _expand_kernel(
         mask = (row < m)[:, None] & (j < k)[None, :]
         b = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
         at = partial_ptr + j[None, :].to(tl.int64) * m + row[:, None]
-        for _ in range(0, parts):
-            b += tl.load(at, mask=mask, other=0.0)
-            at += step
+        for start in range(0, parts, AT_ONCE):
+            for ahead in tl.static_range(AT_ONCE):  # unrolled, to have several loads in flight
+                b += tl.load(at, mask=mask & (start + ahead < parts), other=0.0)
+                at += step
         c = tl.load(
             c_ptr + j[:, None].to(tl.int64) * n + column[None, :],
             mask=(j < k)[:, None] & (column < n)[None, :], other=0.0,

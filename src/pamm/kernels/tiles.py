@@ -62,7 +62,14 @@ def expand_tile(k: int, m: int, n: int) -> dict[str, Any]:
     """For ``_expand_kernel``."""
     del m, n
     block_k = min(32, max(16, triton.next_power_of_2(k)))
-    return {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": block_k, "num_warps": 4, "num_stages": 2}
+    return {
+        "AT_ONCE": 8,
+        "BLOCK_M": 32,
+        "BLOCK_N": 128,
+        "BLOCK_K": block_k,
+        "num_warps": 8,
+        "num_stages": 2,
+    }
 
 
 def splits(

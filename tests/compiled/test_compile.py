@@ -1,0 +1,224 @@
+"""The operations and converted models under torch.compile.
+
+Run by itself, without the shape checks of jaxtyping, which the compiler cannot trace.
+"""
+
+import copy
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import pamm
+from pamm import ops
+from pamm.nn import groups
+from tests.helpers import Model
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+CONFIG = pamm.PammConfig(ratio=1 / 8)
+
+# The compiler warns of its own deprecated parts.
+pytestmark = pytest.mark.filterwarnings("default")
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def sample(dtype: torch.dtype, tolerance: float | None) -> tuple[object, ...]:
+    x = torch.randn(60, 24, device=DEVICE, dtype=dtype)
+    return x, torch.randperm(60, device=DEVICE)[:7], tolerance, "auto"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tolerance", [None, 0.5])
+def test_ops_pass_opcheck(dtype: torch.dtype, tolerance: float | None) -> None:
+    compress = sample(dtype, tolerance)
+    torch.library.opcheck(torch.ops.pamm.compress.default, compress)
+    compressed = torch.ops.pamm.compress.default(*compress)
+    gradient = torch.randn(60, 16, device=DEVICE, dtype=dtype)
+    torch.library.opcheck(torch.ops.pamm.weight_grad.default, (*compressed, gradient, "auto"))
+    state = torch.tensor([0, 1, 2], device=DEVICE)
+    for op in (torch.ops.pamm.draw.default, torch.ops.pamm.draw_next.default):
+        torch.library.opcheck(op, (state, 0, 60, 7, "auto"))
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> None:
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def compressions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list with one entry for each X compressed while the test runs."""
+    seen: list[int] = []
+    original = ops.plain.compress
+
+    def counting(x: torch.Tensor, index: torch.Tensor, tolerance: float | None) -> object:
+        seen.append(len(x))
+        return original(x, index, tolerance)
+
+    monkeypatch.setattr(ops.plain, "compress", counting)
+    return seen
+
+
+def converted(config: pamm.PammConfig = CONFIG) -> Model:
+    torch.manual_seed(0)
+    model = Model().to(DEVICE)
+    pamm.convert(model, config)
+    return model
+
+
+def step(
+    model: torch.nn.Module, target: Model, number: int, tokens: int = 20
+) -> list[torch.Tensor]:
+    """One training step of ``model``; gradients of ``target``, whose parameters it uses."""
+    pamm.seek(target, number)
+    target.zero_grad()
+    x = torch.randn(2, tokens, 16, generator=torch.Generator().manual_seed(number)).to(DEVICE)
+    model(x).square().sum().backward()
+    return [parameter.grad.clone() for parameter in target.parameters()]
+
+
+@pytest.mark.parametrize("method", ["pamm", "uniform_crs"])
+def test_a_compiled_model_gets_the_gradients_of_the_eager_one(method: str) -> None:
+    config = pamm.PammConfig(method, ratio=1 / 8)
+    eager, target = converted(config), converted(config)
+    compiled = torch.compile(target, fullgraph=True)
+    for number in range(3):
+        for one, other in zip(
+            step(eager, eager, number), step(compiled, target, number), strict=True
+        ):
+            assert torch.allclose(one, other, atol=1e-4)
+
+
+def test_no_recompilation_over_ten_steps_and_one_for_a_changed_length() -> None:
+    counter = CompileCounterWithBackend("inductor")
+    target = converted()
+    compiled = torch.compile(target, fullgraph=True, backend=counter)
+    for number in range(10):
+        step(compiled, target, number)
+    assert counter.frame_count == 1
+    for tokens in (24, 32, 36, 20):
+        step(compiled, target, 10, tokens)
+    assert counter.frame_count == 2
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="counts calls of the plain path")
+def test_a_compiled_group_compresses_once(compressions: list[int]) -> None:
+    target = converted()
+    compiled = torch.compile(target, fullgraph=True)
+    for number in range(3):
+        compressions.clear()
+        step(compiled, target, number)
+        assert compressions == [40, 40]  # two blocks
+
+
+def test_every_compiled_step_draws_anew_also_without_seek() -> None:
+    target = converted()
+    compiled = torch.compile(target, fullgraph=True)
+    x = torch.randn(2, 20, 16, device=DEVICE)
+    seen = []
+    for _ in range(3):
+        target.zero_grad()
+        compiled(x).square().sum().backward()
+        seen.append(target.layers[0].attention.q_proj.weight.grad.clone())
+    assert not torch.equal(seen[0], seen[1])
+    assert not torch.equal(seen[1], seen[2])
+    assert groups(target)[0].stream.position == 3
+
+
+def test_a_partly_frozen_group_still_draws_anew() -> None:
+    target = converted()
+    for layer in target.layers:
+        layer.attention.q_proj.requires_grad_(False)
+    compiled = torch.compile(target, fullgraph=True)
+    x = torch.randn(2, 20, 16, device=DEVICE)
+    seen = []
+    for _ in range(2):
+        target.zero_grad()
+        compiled(x).square().sum().backward()
+        seen.append(target.layers[0].attention.k_proj.weight.grad.clone())
+    assert not torch.equal(*seen)
+
+
+def test_the_functional_layer_compiles() -> None:
+    stream = pamm.Stream()
+    weight = torch.randn(8, 16, device=DEVICE, requires_grad=True)
+
+    @torch.compile(fullgraph=True)
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        return pamm.linear(x, weight, config=CONFIG, stream=stream)
+
+    x = torch.randn(40, 16, device=DEVICE)
+    eager = pamm.Stream()
+    for _ in range(2):
+        (ours,) = torch.autograd.grad(layer(x).square().sum(), weight)
+        y = pamm.linear(x, weight, config=CONFIG, stream=eager)
+        (expected,) = torch.autograd.grad(y.square().sum(), weight)
+        assert torch.allclose(ours, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_compiles_under_autocast(dtype: torch.dtype) -> None:
+    target = converted()
+    compiled = torch.compile(target, fullgraph=True)
+    with torch.autocast(DEVICE.type, dtype):
+        y = compiled(torch.randn(2, 20, 16, device=DEVICE))
+    y.float().sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in target.parameters())
+
+
+def test_compiles_with_activation_checkpointing() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    eager, target = converted(), converted()
+    x = torch.randn(2, 20, 16, device=DEVICE)
+
+    def run(model: Model, x: torch.Tensor) -> torch.Tensor:
+        for layer in model.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return model.head(x)
+
+    compiled = torch.compile(run, fullgraph=True)
+    compiled(target, x).square().sum().backward()
+    eager(x).square().sum().backward()
+    for (name, one), other in zip(eager.named_parameters(), target.parameters(), strict=True):
+        if "q_proj.weight" not in name and "k_proj" not in name and "v_proj" not in name:
+            assert torch.allclose(one.grad, other.grad, atol=1e-4), name
+        assert other.grad.isfinite().all()
+
+
+def test_copies_of_a_compiled_model_are_independent() -> None:
+    target = converted()
+    compiled = torch.compile(target, fullgraph=True)
+    step(compiled, target, 0)
+    twin = copy.deepcopy(target)
+    step(compiled, target, 1)
+    assert groups(twin)[0].stream.position == 1
+
+
+@pytest.mark.gpu
+def test_cuda_graphs_run_and_draw_anew() -> None:
+    target = converted()
+    compiled = torch.compile(target, fullgraph=True, mode="reduce-overhead")
+    x = torch.randn(2, 20, 16, device=DEVICE)
+    seen = []
+    for _ in range(6):
+        torch.compiler.cudagraph_mark_step_begin()
+        target.zero_grad()
+        compiled(x).square().sum().backward()
+        seen.append(target.layers[0].attention.q_proj.weight.grad.clone())
+    assert len({tuple(grad.flatten().tolist()) for grad in seen}) == 6
+
+
+def test_blocks_compiled_one_by_one_share_their_graph() -> None:
+    """As trainers do for long models: what differs between blocks must not be a constant."""
+    counter = CompileCounterWithBackend("aot_eager")
+    torch.manual_seed(0)
+    target = Model(layers=4).to(DEVICE)
+    pamm.convert(target, CONFIG)
+    for layer in target.layers:
+        layer.compile(fullgraph=True, backend=counter)
+    for number in range(2):
+        step(target, target, number)
+    assert counter.frame_count == 2  # the first block's input needs no gradient
+    grads = [layer.attention.q_proj.weight.grad for layer in target.layers]
+    assert all(grad.norm() > 0 for grad in grads)
