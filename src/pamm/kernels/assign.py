@@ -56,11 +56,9 @@ def _assign_kernel(
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     present = token < tokens
     row = x_ptr + token[:, None] * stride_row
-    best = tl.full((BLOCK_T,), -1.0, tl.float32)  # the largest |csim| * ||X_i|| so far
-    alpha = tl.zeros((BLOCK_T,), tl.float32)
+    best = tl.zeros((BLOCK_T,), tl.float32)  # the csim * ||X_i|| of largest size so far
     f = tl.zeros((BLOCK_T,), tl.int32)
     square = tl.zeros((BLOCK_T,), tl.float32)
-    generator = tl.zeros((BLOCK_T,), tl.int1)
 
     for first in range(0, k, BLOCK_K):
         j = first + tl.arange(0, BLOCK_K)
@@ -81,25 +79,23 @@ def _assign_kernel(
             if TESTED and first == 0:
                 wide = x.to(tl.float32)
                 square += tl.sum(wide * wide, 1)
-        inverse = tl.load(inverse_ptr + j, mask=exists, other=0.0)
-        own = tl.load(own_ptr + j, mask=exists, other=0.0)
+        similarity *= tl.load(inverse_ptr + j, mask=exists, other=0.0)[None, :]
+        # A generator is larger than anything to itself, and so is NaN, which must not get lost.
         drawn = tl.load(index_ptr + j, mask=exists, other=-1)
-
-        similarity = similarity * inverse[None, :]
-        itself = token[:, None] == drawn[None, :]
-        size = tl.where(itself, float("inf"), tl.abs(similarity))
-        size = tl.where(exists[None, :], size, -1.0)
-        coefficient = tl.where(itself, own[None, :], similarity * inverse[None, :])
-        tile_best, tile_j = tl.max(size, 1, return_indices=True)
+        itself = token.to(tl.int32)[:, None] == drawn.to(tl.int32)[None, :]
+        largest = itself | (similarity != similarity)
+        similarity = tl.where(largest, float("inf"), similarity)
+        similarity = tl.where(exists[None, :], similarity, 0.0)
+        size, tile_j = tl.max(tl.abs(similarity), 1, return_indices=True)
         chosen = tl.arange(0, BLOCK_K)[None, :] == tile_j[:, None]
-        tile_alpha = tl.sum(tl.where(chosen, coefficient, 0.0), 1)
-        # The first tile counts whatever it holds, so that the NaN of a NaN row is kept.
-        better = (tile_best > best) | (first == 0)
-        best = tl.where(better, tile_best, best)
-        alpha = tl.where(better, tile_alpha, alpha)
+        of_tile = tl.sum(tl.where(chosen, similarity, 0.0), 1)
+        better = (size > tl.abs(best)) | (first == 0)
+        best = tl.where(better, of_tile, best)
         f = tl.where(better, first + tile_j, f)
-        generator = generator | (tile_best == float("inf"))
 
+    generator = tl.load(index_ptr + f) == token
+    alpha = tl.where(generator, 0.0, best) * tl.load(inverse_ptr + f)
+    alpha = tl.where(generator, tl.load(own_ptr + f), alpha)
     if TESTED:
         # Compares false for NaN and for zero rows, which are kept.
         too_far = best * best < least_cosine_squared * square
@@ -130,7 +126,7 @@ def compress(x: Tensor, index: Tensor, tolerance: float | None) -> Compressed:
     if tokens == 0:
         return Compressed(c, f, alpha, beta.fill_(1))
 
-    tile = assign_tile(k, n, x.dtype)
+    tile = assign_tile(k, x.dtype)
     _gather_kernel[(k,)](
         x, index, c, of_generators[0], of_generators[1], beta, counter,
         tokens, n, x.stride(0), x.stride(1), 1.0,

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pamm.kernels.tiles import expand_tile, operand, precision, segment_tile, splits
+from pamm.kernels import sorted_sum
+from pamm.kernels.tiles import SORTED_ABOVE, expand_tile, operand, precision, segment_tile, splits
 from pamm.types import Compressed
 
 
@@ -85,10 +86,11 @@ def weight_grad(compressed: Compressed, g: Tensor) -> Tensor:
     """(beta C.T @ B~).T of shape (m, n), for fp32, bf16 and fp16."""
     c, f, alpha, beta = compressed
     (tokens, m), (k, n) = g.shape, c.shape
-    w = torch.empty(m, n, dtype=g.dtype, device=g.device)
     if tokens == 0:
-        return w.zero_()
-    tile = segment_tile(k, m, g.dtype)
+        return g.new_zeros(m, n)
+    if k > SORTED_ABOVE:
+        return sorted_sum.weight_grad(compressed, g)
+    tile = segment_tile(k, g.dtype)
     parts, tokens_each = splits(tokens, m, k, tile, g.device)
     partial = torch.empty(parts, k, m, dtype=torch.float32, device=g.device)
     grid = (triton.cdiv(m, tile["BLOCK_M"]), parts, triton.cdiv(k, tile["BLOCK_K"]))
@@ -96,7 +98,8 @@ def weight_grad(compressed: Compressed, g: Tensor) -> Tensor:
         f, alpha, g, partial, tokens, m, k, g.stride(0), g.stride(1), tokens_each,
         PRECISION=precision(g.dtype), OPERAND=operand(g.dtype), **tile,
     )  # fmt: skip
-    tile = expand_tile(k, m, n)
+    w = torch.empty(m, n, dtype=g.dtype, device=g.device)
+    tile = expand_tile(k)
     _expand_kernel[(triton.cdiv(m, tile["BLOCK_M"]), triton.cdiv(n, tile["BLOCK_N"]))](
         partial, c, beta, w, m, n, k, parts,
         PRECISION="tf32" if g.dtype == torch.float16 else precision(g.dtype),
