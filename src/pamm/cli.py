@@ -7,6 +7,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
+from pamm.bench import cli as bench
 from pamm.errors import ArmFailedError, PammError
 from pamm.recipes.console import show_error
 
@@ -37,6 +38,8 @@ app = typer.Typer(
     rich_markup_mode="rich",
     help="Train transformers without keeping the input of attention's q, k and v projections.",
 )
+
+app.add_typer(bench.app, name="bench", cls=_Group)
 
 Output = Annotated[Path, typer.Option(help="Folder of all runs.", metavar="FOLDER")]
 

@@ -20,7 +20,14 @@ from pamm.stream import Stream
 
 Selector = str | Iterable[str] | Callable[[str], bool] | None
 
-SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"))
+SIBLINGS = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("query", "key", "value"),
+    ("qkv_proj",),
+    ("query_key_value",),
+    ("qkv",),
+    ("Wqkv",),
+)
 """Names that layers reading one input carry, as children of one attention module."""
 
 
@@ -128,7 +135,8 @@ def _find(model: nn.Module) -> Iterator[tuple[str, dict[str, nn.Linear]]]:
             if all(name in children for name in names):
                 dot = f"{prefix}." if prefix else ""
                 layers = {f"{dot}{name}": children[name] for name in names}
-                yield f"{dot}{{{','.join(names)}}}", layers  # type: ignore[misc]
+                group = f"{{{','.join(names)}}}" if len(names) > 1 else names[0]
+                yield f"{dot}{group}", layers  # type: ignore[misc]
 
 
 def _selected(name: str, include: Selector, exclude: Selector) -> bool:
@@ -164,7 +172,7 @@ def _obstacle(layers: dict[str, nn.Linear]) -> str | None:
 
 
 def _nothing(model: nn.Module, skipped: list[SkippedGroup]) -> str:
-    looked_for = " or ".join("/".join(names) for names in SIBLINGS)
+    looked_for = ", ".join("/".join(names) for names in SIBLINGS)
     if skipped:
         reasons = "; ".join(dict.fromkeys(f"{group.name}: {group.reason}" for group in skipped[:3]))
         more = f" (and {len(skipped) - 3} more)" if len(skipped) > 3 else ""

@@ -75,6 +75,31 @@ def memory_bars(held: Mapping[str, int]) -> Figure:
     return figure
 
 
+def speed_bars(speeds: Mapping[str, Mapping[str, float]]) -> Figure:
+    """Tokens per second against exact training, in per cent more or less.
+
+    Args:
+        speeds: for each case, each arm's speed over that of exact training.
+    """
+    arms = list(dict.fromkeys(arm for case in speeds.values() for arm in case))
+    figure, axes = _figure(max(6, 1.2 + 1.1 * len(speeds)), 4.5)
+    width = 0.8 / max(len(arms), 1)
+    palette = colours(["exact", *arms])
+    for number, arm in enumerate(arms):
+        places = [place for place, case in enumerate(speeds.values()) if arm in case]
+        values = [100 * (case[arm] - 1) for case in speeds.values() if arm in case]
+        left = [place + width * (number - (len(arms) - 1) / 2) for place in places]
+        bars = axes.bar(left, values, width, color=palette[arm], label=arm)
+        axes.bar_label(bars, [f"{value:+.1f}" for value in values], padding=2, fontsize=8)
+    axes.axhline(0, color="black", lw=1)
+    axes.set_xticks(range(len(speeds)), list(speeds))
+    axes.set_ylabel("tokens/s against exact training (%)")
+    axes.margins(y=0.15)
+    axes.spines[["top", "right", "bottom"]].set_visible(False)
+    axes.legend(frameon=False)
+    return figure
+
+
 def png(figure: Figure) -> bytes:
     """The picture, as the content of a PNG file."""
     buffer = io.BytesIO()

@@ -6,12 +6,14 @@ in registers; no (tokens, k) matrix is ever in memory. Above ``_TILE_K`` generat
 is read again for each tile of generators, from the cache.
 """
 
+# pyright: reportArgumentType=false, reportCallIssue=false
+# (Triton types what a kernel sees, not what its launcher takes.)
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from pamm.kernels.tiles import assign_tile, operand, precision
+from pamm.kernels.tiles import assign_tile, ceil_div, operand, power_of_2, precision
 from pamm.types import Compressed, assignment_dtype
 
 
@@ -130,9 +132,9 @@ def compress(x: Tensor, index: Tensor, tolerance: float | None) -> Compressed:
     _gather_kernel[(k,)](
         x, index, c, of_generators[0], of_generators[1], beta, counter,
         tokens, n, x.stride(0), x.stride(1), 1.0,
-        TESTED=tested, BLOCK_N=min(1024, triton.next_power_of_2(n)), num_warps=4,
+        TESTED=tested, BLOCK_N=min(1024, power_of_2(n)), num_warps=4,
     )  # fmt: skip
-    _assign_kernel[(triton.cdiv(tokens, tile["BLOCK_T"]),)](
+    _assign_kernel[(ceil_div(tokens, tile["BLOCK_T"]),)](
         x, c, index, of_generators[0], of_generators[1], f, alpha, beta, counter,
         tokens, n, k, x.stride(0), x.stride(1),
         1 - tolerance**2 if tolerance is not None else 0.0,

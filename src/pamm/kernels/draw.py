@@ -1,5 +1,7 @@
 """Triton twin of ``pamm.permutation.permutation_prefix``: the same integers, in one launch."""
 
+# pyright: reportArgumentType=false, reportCallIssue=false
+# (Triton types what a kernel sees, not what its launcher takes.)
 import torch
 import triton
 import triton.language as tl

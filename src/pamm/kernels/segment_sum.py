@@ -6,13 +6,23 @@ of which writes a partial B~ of its own. The second launch adds the partials in 
 it computes dW = beta B~.T @ C. No atomics: the same bits at each run.
 """
 
+# pyright: reportArgumentType=false, reportCallIssue=false
+# (Triton types what a kernel sees, not what its launcher takes.)
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from pamm.kernels import sorted_sum
-from pamm.kernels.tiles import SORTED_ABOVE, expand_tile, operand, precision, segment_tile, splits
+from pamm.kernels.tiles import (
+    SORTED_ABOVE,
+    ceil_div,
+    expand_tile,
+    operand,
+    precision,
+    segment_tile,
+    splits,
+)
 from pamm.types import Compressed
 
 
@@ -93,14 +103,14 @@ def weight_grad(compressed: Compressed, g: Tensor) -> Tensor:
     tile = segment_tile(k, g.dtype)
     parts, tokens_each = splits(tokens, m, k, tile, g.device)
     partial = torch.empty(parts, k, m, dtype=torch.float32, device=g.device)
-    grid = (triton.cdiv(m, tile["BLOCK_M"]), parts, triton.cdiv(k, tile["BLOCK_K"]))
+    grid = (ceil_div(m, tile["BLOCK_M"]), parts, ceil_div(k, tile["BLOCK_K"]))
     _segment_sum_kernel[grid](
         f, alpha, g, partial, tokens, m, k, g.stride(0), g.stride(1), tokens_each,
         PRECISION=precision(g.dtype), OPERAND=operand(g.dtype), **tile,
     )  # fmt: skip
     w = torch.empty(m, n, dtype=g.dtype, device=g.device)
     tile = expand_tile(k)
-    _expand_kernel[(triton.cdiv(m, tile["BLOCK_M"]), triton.cdiv(n, tile["BLOCK_N"]))](
+    _expand_kernel[(ceil_div(m, tile["BLOCK_M"]), ceil_div(n, tile["BLOCK_N"]))](
         partial, c, beta, w, m, n, k, parts,
         PRECISION="tf32" if g.dtype == torch.float16 else precision(g.dtype),
         OPERAND=tl.float32 if g.dtype == torch.float16 else operand(g.dtype), **tile,

@@ -10,12 +10,22 @@ two sums share a slot, and generator j finds its own at c + j for the chunks c t
 second launch adds them in that order while it computes dW = beta B~.T @ C. No atomics.
 """
 
+# pyright: reportArgumentType=false, reportCallIssue=false
+# (Triton types what a kernel sees, not what its launcher takes.)
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from pamm.kernels.tiles import chunk_size, operand, precision, sorted_expand_tile, sorted_tile
+from pamm.kernels.tiles import (
+    ceil_div,
+    chunk_size,
+    operand,
+    power_of_2,
+    precision,
+    sorted_expand_tile,
+    sorted_tile,
+)
 from pamm.types import Compressed
 
 
@@ -100,10 +110,10 @@ def weight_grad(compressed: Compressed, g: Tensor) -> Tensor:
     (tokens, m), (k, n) = g.shape, c.shape
     f_sorted, order = torch.sort(f, stable=True)
     chunk = chunk_size(tokens)
-    chunks = triton.cdiv(tokens, chunk)
+    chunks = ceil_div(tokens, chunk)
     tile = sorted_tile(m, g.dtype)
     partial = torch.empty(chunks + k, m, dtype=torch.float32, device=g.device)
-    _sorted_sum_kernel[(triton.cdiv(m, tile["BLOCK_M"]), chunks)](
+    _sorted_sum_kernel[(ceil_div(m, tile["BLOCK_M"]), chunks)](
         order, f_sorted, alpha, g, partial, tokens, m, g.stride(0), g.stride(1),
         PRECISION=precision(g.dtype), OPERAND=operand(g.dtype), CHUNK=chunk, **tile,
     )  # fmt: skip
@@ -111,10 +121,10 @@ def weight_grad(compressed: Compressed, g: Tensor) -> Tensor:
     tile = sorted_expand_tile(k)
     # In fp16 a sum over many tokens can overflow, in tf32 it cannot.
     narrow = g.dtype == torch.float16
-    _sorted_expand_kernel[(triton.cdiv(m, tile["BLOCK_M"]), triton.cdiv(n, tile["BLOCK_N"]))](
+    _sorted_expand_kernel[(ceil_div(m, tile["BLOCK_M"]), ceil_div(n, tile["BLOCK_N"]))](
         partial, f_sorted, c, beta, w, tokens, m, n, k, chunks,
         PRECISION="tf32" if narrow else precision(g.dtype),
         OPERAND=tl.float32 if narrow else operand(g.dtype),
-        CHUNK=chunk, CHUNKS=triton.next_power_of_2(chunks), **tile,
+        CHUNK=chunk, CHUNKS=power_of_2(chunks), **tile,
     )  # fmt: skip
     return w

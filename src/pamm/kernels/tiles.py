@@ -4,10 +4,10 @@ Measured on one H100 (benchmarks/results); other GPUs get the same numbers.
 """
 
 import functools
+import os
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 
 SORTED_ABOVE = 128
@@ -30,12 +30,12 @@ def operand(dtype: torch.dtype) -> tl.dtype:
 
 def interpreted() -> bool:
     """Whether kernels run in Triton's interpreter, on the CPU."""
-    return triton.knobs.runtime.interpret
+    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def assign_tile(k: int, dtype: torch.dtype) -> dict[str, Any]:
     """For ``_assign_kernel``."""
-    block_k = min(256, max(16, triton.next_power_of_2(k)))
+    block_k = min(256, max(16, power_of_2(k)))
     if dtype == torch.float32:
         return _tile(BLOCK_T=64, BLOCK_K=min(64, block_k), BLOCK_N=32, warps=4, stages=2)
     if block_k == 256:
@@ -47,7 +47,7 @@ def assign_tile(k: int, dtype: torch.dtype) -> dict[str, Any]:
 
 def segment_tile(k: int, dtype: torch.dtype) -> dict[str, Any]:
     """For ``_segment_sum_kernel``."""
-    block_k = min(SORTED_ABOVE, max(16, triton.next_power_of_2(k)))
+    block_k = min(SORTED_ABOVE, max(16, power_of_2(k)))
     if dtype == torch.float32:
         return _tile(BLOCK_T=32, BLOCK_M=64, BLOCK_K=min(64, block_k), warps=4, stages=2)
     warps = 8 if block_k == SORTED_ABOVE else 4
@@ -56,7 +56,7 @@ def segment_tile(k: int, dtype: torch.dtype) -> dict[str, Any]:
 
 def expand_tile(k: int) -> dict[str, Any]:
     """For ``_expand_kernel``."""
-    block_k = min(32, max(16, triton.next_power_of_2(k)))
+    block_k = min(32, max(16, power_of_2(k)))
     return {"AT_ONCE": 4} | _tile(BLOCK_M=32, BLOCK_N=256, BLOCK_K=block_k, warps=4, stages=2)
 
 
@@ -76,18 +76,28 @@ def sorted_expand_tile(k: int) -> dict[str, Any]:
 
 def chunk_size(tokens: int) -> int:
     """Sorted tokens that one program sums up; at most 128 chunks."""
-    return max(256, triton.next_power_of_2(triton.cdiv(tokens, 128)))
+    return max(256, power_of_2(ceil_div(tokens, 128)))
 
 
 def splits(
     tokens: int, m: int, k: int, tile: dict[str, Any], device: torch.device
 ) -> tuple[int, int]:
     """Into how many parts the tokens are split, and the tokens of each: two programs a core."""
-    tiles = triton.cdiv(m, tile["BLOCK_M"]) * triton.cdiv(k, tile["BLOCK_K"])
+    tiles = ceil_div(m, tile["BLOCK_M"]) * ceil_div(k, tile["BLOCK_K"])
     programs = 2 * multiprocessors(device)
-    parts = max(1, min(programs // tiles, triton.cdiv(tokens, tile["BLOCK_T"])))
-    each = triton.cdiv(triton.cdiv(tokens, parts), tile["BLOCK_T"]) * tile["BLOCK_T"]
-    return triton.cdiv(tokens, each), each
+    parts = max(1, min(programs // tiles, ceil_div(tokens, tile["BLOCK_T"])))
+    each = ceil_div(ceil_div(tokens, parts), tile["BLOCK_T"]) * tile["BLOCK_T"]
+    return ceil_div(tokens, each), each
+
+
+def ceil_div(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
+def power_of_2(n: int) -> int:
+    """The smallest power of two that is n or more."""
+    return 1 << max(n - 1, 0).bit_length()
 
 
 @functools.cache

@@ -1,0 +1,1 @@
+"""Benchmarks: one layer group, whole training steps, and where a step's time goes."""

@@ -1,0 +1,87 @@
+"""Benchmark results as tables for the terminal."""
+
+from rich.table import Table
+
+from pamm.bench.records import Record
+from pamm.report import format_bytes
+
+
+def op_table(records: list[Record]) -> Table:
+    """One line for each arm; ``exact / arm`` above 1 means faster than exact."""
+    first = records[0]
+    outputs = f"3 x {first['m']}" if first["layout"] == "separate" else f"{3 * first['m']} (fused)"
+    table = _table(
+        f"{first['tokens']:,} tokens, {first['n']} -> {outputs}, k = {first['k']}, "
+        f"{first['dtype']}, {first['device']}",
+        ("forward ms", "backward ms", "total ms", "exact / arm", "held"),
+    )
+    for record in records:
+        table.add_row(
+            record["arm"],
+            *(f"{record[f'{phase}_ms']:.3f}" for phase in ("forward", "backward", "total")),
+            _against_exact(records, record),
+            format_bytes(record["held_bytes"]),
+        )
+    return table
+
+
+def model_table(records: list[Record]) -> Table:
+    """One line for each arm, with the memory that PAMM frees as a share of all X."""
+    first = records[0]
+    mode = "torch.compile" if first["compiled"] else "eager"
+    table = _table(
+        f"LLaMA {first['model']}, {first['layers']} layers, {first['tokens']:,} tokens a step, "
+        f"k = {first['k']}, {first['dtype']}, {mode}, {first['device']}",
+        ("forward ms", "backward ms", "optimizer ms", "tokens/s", "exact / arm")
+        + (("peak allocated", "reserved", "X freed") if "peak_allocated_bytes" in first else ()),
+    )
+    exact = next((record for record in records if record["arm"] == "exact"), None)
+    for record in records:
+        row = [
+            record["arm"],
+            *(f"{record[f'{phase}_ms']:.2f}" for phase in ("forward", "backward", "optimizer")),
+            f"{record['tokens_per_s']:,.0f}",
+            _against_exact(records, record),
+        ]
+        if "peak_allocated_bytes" in record:
+            row += [
+                format_bytes(record[f"peak_{kind}_bytes"]) for kind in ("allocated", "reserved")
+            ]
+            freed = exact and exact["peak_allocated_bytes"] - record["peak_allocated_bytes"]
+            row.append(f"{freed / record['x_bytes']:.1%}" if freed else "")
+        table.add_row(*row)
+    return table
+
+
+def breakdown_table(records: list[Record]) -> Table:
+    """The paper's two tables in one."""
+    first = records[0]
+    table = _table(
+        f"LLaMA {first['model']}, {first['layers']} layers, {first['arm']}: one step of "
+        f"{first['iteration_ms']:.1f} ms on {first['device']}",
+        ("pass", "ms", "of the iteration", "of the pass"),
+        first_column="part",
+    )
+    for record in records:
+        table.add_row(
+            record["part"],
+            record["pass"],
+            f"{record['ms']:.3f}",
+            f"{record['share_of_iteration']:.2%}",
+            f"{record['share_of_pass']:.2%}",
+            style="bold" if record["part"] == "total" else "",
+        )
+    return table
+
+
+def _table(title: str, columns: tuple[str, ...], first_column: str = "arm") -> Table:
+    table = Table(title=title, title_justify="left")
+    table.add_column(first_column)
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _against_exact(records: list[Record], record: Record) -> str:
+    exact = next((other for other in records if other["arm"] == "exact"), None)
+    return f"{exact['total_ms'] / record['total_ms']:.3f}" if exact else ""
