@@ -44,6 +44,7 @@ THIRD_PARTY = {
         "pyarrow",
     },
     "kernels": {"triton"},
+    "bench": {"transformers"},
 }
 EVERYWHERE = {"torch", "jaxtyping", "yaml", "rich", "typer", "pamm"}
 

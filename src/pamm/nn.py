@@ -1,5 +1,7 @@
 """``nn.Linear`` whose weight gradient comes from a compressed input."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
@@ -40,6 +42,12 @@ class PammLinear(nn.Linear):
         x, weight, bias = cast_like_autocast(input, self.weight, self.bias)
         state = self.pamm_group.state(self.pamm_member, input, x)
         return linear_from_state(x, weight, bias, self.pamm_group.method, state)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "PammLinear":
+        """``.to(device)`` takes the stream along: a compiled layer would notice it move later."""
+        super()._apply(fn, recurse)
+        self.pamm_group.stream.move(self.weight.device)
+        return self
 
     def extra_repr(self) -> str:
         """Shapes, and which group it is in: printing the model shows what was converted."""

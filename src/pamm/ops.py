@@ -28,16 +28,37 @@ from pamm.types import Compressed, assignment_dtype
 _LIBRARY = torch.library.Library("pamm", "DEF")
 
 
-def _op(schema: str) -> Callable[[Callable[..., Any]], Any]:
-    """Define an op with the decorated function for every device; returns the op."""
+def _op(schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Define an op whose kernel, on every device, is the decorated function.
+
+    Returns a function that calls the op, or its kernel where nobody could tell the difference: the
+    way through the dispatcher and back into Python takes as long as the kernel's launch.
+    """
     name = schema.partition("(")[0]
 
-    def register(function: Callable[..., Any]) -> Any:
+    def register(kernel: Callable[..., Any]) -> Callable[..., Any]:
         _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-        _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
-        return getattr(torch.ops.pamm, name).default
+        _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+        op = getattr(torch.ops.pamm, name).default
+
+        @functools.wraps(kernel)
+        def call(tensor: Tensor, *arguments: Any) -> Any:
+            return (op if _is_observed(tensor) else kernel)(tensor, *arguments)
+
+        return call
 
     return register
+
+
+def _is_observed(tensor: Tensor) -> bool:
+    """Whether something looks at the ops: a compiler, a dispatch mode, a tensor subclass."""
+    return (
+        torch.compiler.is_compiling()
+        or type(tensor) is not Tensor
+        or tensor.device.type == "meta"
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+    )
 
 
 def _fake(name: str) -> Callable[[Callable[..., Any]], Any]:
@@ -97,15 +118,15 @@ def compress(
     x: Tensor, index: Tensor, tolerance: float | None = None, backend: str = "auto"
 ) -> Compressed:
     """``reference.compress``: the rows ``index`` of X (b, n), an assignment and coefficients."""
-    return Compressed(*torch.ops.pamm.compress.default(x, index, tolerance, backend))
+    return Compressed(*_compress(x, index, tolerance, backend))
 
 
 @_op(
-    "weight_grad(Tensor generators, Tensor assignment, Tensor coefficients, Tensor normalization, "
-    "Tensor b, str backend) -> Tensor"
+    "weight_grad(Tensor b, Tensor generators, Tensor assignment, Tensor coefficients, "
+    "Tensor normalization, str backend) -> Tensor"
 )
 def _weight_grad(
-    c: Tensor, f: Tensor, alpha: Tensor, beta: Tensor, b: Tensor, backend: str
+    b: Tensor, c: Tensor, f: Tensor, alpha: Tensor, beta: Tensor, backend: str
 ) -> Tensor:
     if _use_triton(b, backend):
         from pamm.kernels import segment_sum as kernel
@@ -116,19 +137,19 @@ def _weight_grad(
 
 
 @_fake("weight_grad")
-def _(c: Tensor, f: Tensor, alpha: Tensor, beta: Tensor, b: Tensor, backend: str) -> Tensor:
+def _(b: Tensor, c: Tensor, f: Tensor, alpha: Tensor, beta: Tensor, backend: str) -> Tensor:
     return b.new_empty(b.shape[1], c.shape[1])
 
 
 def weight_grad(compressed: Compressed, b: Tensor, backend: str = "auto") -> Tensor:
     """(beta C.T @ B~).T (m, n), about (A.T @ B).T: ``reference.approx_matmul``, transposed."""
-    return torch.ops.pamm.weight_grad.default(*compressed, b, backend)
+    return _weight_grad(b, *compressed, backend)
 
 
 def no_autocast(tensor: Tensor) -> AbstractContextManager[object]:
     """Sums in fp32 stay in fp32 inside this context."""
     device = tensor.device.type
-    if not torch.amp.is_autocast_available(device):
+    if device == "meta":
         return nullcontext()
     return torch.autocast(device, enabled=False)
 

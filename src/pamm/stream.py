@@ -26,15 +26,23 @@ class Stream:
         seed: the same seed gives the same draws.
         name: separates the streams of a model's groups.
         backend: as in ``PammConfig``; all backends give the same draws.
+        device: where it will draw; it moves if asked to draw elsewhere.
 
     Example:
         >>> Stream(seed=1).draw(tokens=8, k=3, device=torch.device("cpu")).shape
         torch.Size([3])
     """
 
-    def __init__(self, seed: int = 0, name: str = "", backend: str = "auto") -> None:
+    def __init__(
+        self,
+        seed: int = 0,
+        name: str = "",
+        backend: str = "auto",
+        device: torch.device | None = None,
+    ) -> None:
         key = zlib.crc32(f"{seed} {name}".encode()), zlib.crc32(f"{name} {seed}".encode())
-        self._state = torch.tensor([0, *key])  # the position, and two words of a key
+        # The position, and two words of a key.
+        self._state = torch.tensor([0, *key], device=None if _is_meta(device) else device)
         self._backend = backend
 
     @property
@@ -44,7 +52,7 @@ class Stream:
 
     def draw(self, tokens: int, k: int, device: torch.device) -> Int64[Tensor, " k"]:
         """The next k row numbers, uniform without replacement."""
-        self._move(device)
+        self.move(device)
         if torch.compiler.is_compiling():  # the compiler writes the addition into the graph
             self._state[0].add_(1)
             return self.draw_again(tokens, k, device)
@@ -52,16 +60,22 @@ class Stream:
 
     def draw_again(self, tokens: int, k: int, device: torch.device) -> Int64[Tensor, " k"]:
         """The rows that the last ``draw`` gave."""
-        self._move(device)
+        self.move(device)
         return ops.draw(self._state, _rank(), tokens, k, self._backend)
 
     def seek(self, step: int) -> None:
         """Go to the first draw of training step ``step``; each step has room for 2^32 draws."""
         self._state[0].fill_(step << 32)
 
-    def _move(self, device: torch.device) -> None:
-        if self._state.device != device:
+    def move(self, device: torch.device) -> None:
+        """Draw on this device from now on."""
+        if self._state.device != device and not _is_meta(device):
             self._state = self._state.to(device)
+
+
+def _is_meta(device: torch.device | None) -> bool:
+    """Whether tensors there have no values; the stream keeps its own elsewhere."""
+    return device is not None and device.type == "meta"
 
 
 def _rank() -> int:

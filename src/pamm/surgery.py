@@ -84,15 +84,11 @@ def convert(
 
     converted = []
     for name, layers in found:
-        group = Group(
-            name,
-            list(layers.values()),
-            compressor(config),
-            Stream(config.seed, name, config.backend),
-        )
+        first = next(iter(layers.values()))
+        stream = Stream(config.seed, name, config.backend, first.weight.device)
+        group = Group(name, list(layers.values()), compressor(config), stream)
         for member, layer in enumerate(layers.values()):
             PammLinear.adopt(layer, group, member)
-        first = next(iter(layers.values()))
         widths = tuple(layer.out_features for layer in layers.values())
         converted.append(
             ConvertedGroup(name, first.in_features, widths, first.weight.dtype, config)

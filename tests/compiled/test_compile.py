@@ -34,7 +34,7 @@ def test_ops_pass_opcheck(dtype: torch.dtype, tolerance: float | None) -> None:
     torch.library.opcheck(torch.ops.pamm.compress.default, compress)
     compressed = torch.ops.pamm.compress.default(*compress)
     gradient = torch.randn(60, 16, device=DEVICE, dtype=dtype)
-    torch.library.opcheck(torch.ops.pamm.weight_grad.default, (*compressed, gradient, "auto"))
+    torch.library.opcheck(torch.ops.pamm.weight_grad.default, (gradient, *compressed, "auto"))
     state = torch.tensor([0, 1, 2], device=DEVICE)
     for op in (torch.ops.pamm.draw.default, torch.ops.pamm.draw_next.default):
         torch.library.opcheck(op, (state, 0, 60, 7, "auto"))

@@ -17,13 +17,13 @@ from pamm.kernels.tiles import assign_tile, ceil_div, operand, power_of_2, preci
 from pamm.types import Compressed, assignment_dtype
 
 
-@triton.jit(do_not_specialize=["tokens", "ready_beta"])
+@triton.jit(do_not_specialize=["k"])
 def _gather_kernel(
-    x_ptr, index_ptr, c_ptr, inverse_ptr, own_ptr, beta_ptr, counter_ptr,
-    tokens, n, stride_row, stride_col, ready_beta,
+    x_ptr, index_ptr, c_ptr, inverse_ptr, beta_ptr, counter_ptr,
+    n, k, stride_row, stride_col,
     TESTED: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """C_j = X[index_j], 1 / ||C_j|| (0 for a zero row) and the coefficient C_j has for itself."""
+    """C_j = X[index_j]; 1 / ||C_j||, 0 for a zero row; k places on, its coefficient for itself."""
     j = tl.program_id(0).to(tl.int64)
     row = tl.load(index_ptr + j).to(tl.int64)
     square = 0.0
@@ -39,9 +39,9 @@ def _gather_kernel(
         largest += tl.sum(tl.abs(wide), 0)
     zero = square == 0  # written so that NaN is not zero
     tl.store(inverse_ptr + j, tl.where(zero, 0.0, 1.0 / tl.sqrt(tl.where(zero, 1.0, square))))
-    tl.store(own_ptr + j, tl.where(largest == 0, 0.0, 1.0))
+    tl.store(inverse_ptr + k + j, tl.where(largest == 0, 0.0, 1.0))
     if j == 0:
-        tl.store(beta_ptr, ready_beta)
+        tl.store(beta_ptr, 1.0)
         if TESTED:
             tl.store(counter_ptr, 0)
             tl.store(counter_ptr + 1, 0)
@@ -49,7 +49,7 @@ def _gather_kernel(
 
 @triton.jit(do_not_specialize=["tokens", "k", "least_cosine_squared"])
 def _assign_kernel(
-    x_ptr, c_ptr, index_ptr, inverse_ptr, own_ptr, f_ptr, alpha_ptr, beta_ptr, counter_ptr,
+    x_ptr, c_ptr, index_ptr, inverse_ptr, f_ptr, alpha_ptr, beta_ptr, counter_ptr,
     tokens, n, k, stride_row, stride_col, least_cosine_squared,
     TESTED: tl.constexpr, DROP_ALL: tl.constexpr, PRECISION: tl.constexpr, OPERAND: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -97,7 +97,7 @@ def _assign_kernel(
 
     generator = tl.load(index_ptr + f) == token
     alpha = tl.where(generator, 0.0, best) * tl.load(inverse_ptr + f)
-    alpha = tl.where(generator, tl.load(own_ptr + f), alpha)
+    alpha = tl.where(generator, tl.load(inverse_ptr + k + f), alpha)
     if TESTED:
         # Compares false for NaN and for zero rows, which are kept.
         too_far = best * best < least_cosine_squared * square
@@ -123,19 +123,18 @@ def compress(x: Tensor, index: Tensor, tolerance: float | None) -> Compressed:
     f = torch.empty(tokens, dtype=assignment_dtype(k), device=device)
     alpha = torch.empty(tokens, dtype=x.dtype, device=device)
     beta = torch.empty((), dtype=torch.float32, device=device)
-    of_generators = torch.empty(2, k, dtype=torch.float32, device=device)
+    of_generators = torch.empty(2 * k, dtype=torch.float32, device=device)
     counter = torch.empty(2, dtype=torch.int32, device=device) if tested else f
     if tokens == 0:
         return Compressed(c, f, alpha, beta.fill_(1))
 
     tile = assign_tile(k, x.dtype)
     _gather_kernel[(k,)](
-        x, index, c, of_generators[0], of_generators[1], beta, counter,
-        tokens, n, x.stride(0), x.stride(1), 1.0,
+        x, index, c, of_generators, beta, counter, n, k, x.stride(0), x.stride(1),
         TESTED=tested, BLOCK_N=min(1024, power_of_2(n)), num_warps=4,
     )  # fmt: skip
     _assign_kernel[(ceil_div(tokens, tile["BLOCK_T"]),)](
-        x, c, index, of_generators[0], of_generators[1], f, alpha, beta, counter,
+        x, c, index, of_generators, f, alpha, beta, counter,
         tokens, n, k, x.stride(0), x.stride(1),
         1 - tolerance**2 if tolerance is not None else 0.0,
         TESTED=tested, DROP_ALL=tolerance == 0, PRECISION=precision(x.dtype),

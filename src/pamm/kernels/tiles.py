@@ -15,10 +15,8 @@ SORTED_ABOVE = 128
 
 
 def precision(dtype: torch.dtype) -> str:
-    """fp32 products are taken as three tf32 ones, unless the user allows plain tf32."""
-    if dtype == torch.float32 and not torch.backends.cuda.matmul.allow_tf32:
-        return "tf32x3"
-    return "tf32"
+    """Of fp32 products: exact, unless the user allows tf32 for torch's own."""
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 or dtype != torch.float32 else "ieee"
 
 
 def operand(dtype: torch.dtype) -> tl.dtype:
@@ -56,8 +54,9 @@ def segment_tile(k: int, dtype: torch.dtype) -> dict[str, Any]:
 
 def expand_tile(k: int) -> dict[str, Any]:
     """For ``_expand_kernel``."""
-    block_k = min(32, max(16, power_of_2(k)))
-    return {"AT_ONCE": 4} | _tile(BLOCK_M=32, BLOCK_N=256, BLOCK_K=block_k, warps=4, stages=2)
+    if k > 32:
+        return {"AT_ONCE": 8} | _tile(BLOCK_M=16, BLOCK_N=512, BLOCK_K=64, warps=8, stages=2)
+    return {"AT_ONCE": 4} | _tile(BLOCK_M=32, BLOCK_N=512, BLOCK_K=32, warps=4, stages=2)
 
 
 def sorted_tile(m: int, dtype: torch.dtype) -> dict[str, Any]:
@@ -82,10 +81,13 @@ def chunk_size(tokens: int) -> int:
 def splits(
     tokens: int, m: int, k: int, tile: dict[str, Any], device: torch.device
 ) -> tuple[int, int]:
-    """Into how many parts the tokens are split, and the tokens of each: two programs a core."""
+    """Into how many parts the tokens are split, and the tokens of each.
+
+    Two programs a multiprocessor, but no more than 32 parts: each is read again to be added up.
+    """
     tiles = ceil_div(m, tile["BLOCK_M"]) * ceil_div(k, tile["BLOCK_K"])
-    programs = 2 * multiprocessors(device)
-    parts = max(1, min(programs // tiles, ceil_div(tokens, tile["BLOCK_T"])))
+    parts = min(32, 2 * multiprocessors(device) // tiles, ceil_div(tokens, tile["BLOCK_T"]))
+    parts = max(1, parts)
     each = ceil_div(ceil_div(tokens, parts), tile["BLOCK_T"]) * tile["BLOCK_T"]
     return ceil_div(tokens, each), each
 
