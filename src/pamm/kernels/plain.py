@@ -18,7 +18,7 @@ _CHUNK_ELSEWHERE = 1 << 26
 
 # Up to here the product with a one-hot matrix beats index_add on the CPU; above, index_add wins
 # (benchmarks/results/segment_sum_cpu.jsonl). Elsewhere index_add is slow and not deterministic.
-_ONE_HOT_GENERATORS = 32
+_ONE_HOT_GENERATORS = 64
 
 
 def compress(
