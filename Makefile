@@ -24,6 +24,7 @@ lint: $(STAMP)
 # Two workers of one thread each: tests are small, and most of their time is Python's.
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
+	$(BIN)/pytest -o addopts=-ra tests/compiled  # by itself: the compiler cannot trace shape checks
 
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache .hypothesis dist

@@ -36,7 +36,7 @@ def demo_config(name: str, text: Path) -> PretrainConfig:
             Arm("pamm-1/512", PammConfig(ratio=1 / 512)),
             Arm("uniform-crs-1/128", PammConfig(method="uniform_crs", ratio=1 / 128)),
         ),
-        steps=300,
+        steps=200,
         lr=2e-3,
         eval_every=50,
         eval_sequences=64,
