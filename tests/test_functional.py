@@ -324,6 +324,29 @@ def test_compress_and_approx_matmul_refuse_what_they_cannot_take() -> None:
             approx_matmul(compressed, b)
 
 
+@pytest.mark.parametrize("duplicates", [False, True])
+def test_tolerance_zero_is_uniform_crs(duplicates: bool) -> None:
+    """The same draw gives the same weight gradient, up to rounding."""
+    x, weight = torch.randn(200, 12), torch.randn(7, 12, requires_grad=True)
+    if duplicates:
+        x[100:] = x[:100]
+    gradient = torch.randn(200, 7)
+    results = [
+        gradients(
+            lambda x, w, b, config=config: pamm.linear(x, w, b, config=config, stream=Stream()),
+            x,
+            weight,
+            None,
+            gradient,
+        )[2]
+        for config in (
+            PammConfig("pamm", ratio=1 / 8, tolerance=0.0),
+            PammConfig("uniform_crs", ratio=1 / 8),
+        )
+    ]
+    assert torch.allclose(*results, rtol=1e-5, atol=1e-4)
+
+
 def test_general_product_of_a_transposed_matrix_with_another() -> None:
     a, b = torch.randn(60, 7), torch.randn(60, 5)
     assert torch.allclose(

@@ -174,6 +174,7 @@ class TestReport:
         assert "layers.{0..11}.attention.{q_proj,k_proj,v_proj}" in text
         assert "16 -> 16+16+16" in text
         assert "24.00 MiB" in text  # 12 * 32768 * 16 * 4
+        assert "3.56 MiB" in text  # the paper's count: 12 * (3 * 256 * 16 * 4 + 8 * 32768)
         assert not any(line.endswith(" ") for line in text.splitlines())
 
     def test_skipped_groups_are_listed_once_for_each_reason(self) -> None:

@@ -79,9 +79,10 @@ class Report:
             f"{tokens:,} tokens in one forward pass",
             title_justify="left",
         )
-        table.add_column("group", overflow="fold")
-        for name in ("groups", "in -> out", "exact", "held", "saved"):
+        table.add_column("group", min_width=55, overflow="fold")
+        for name in ("groups", "in -> out", "exact", "held", "saved", "paper's count"):
             table.add_column(name, justify="right", no_wrap=True)
+        is_pamm = config.method == "pamm"
         for alike in self._alike():
             group, count = alike[0], len(alike)
             exact, held = count * group.exact_bytes(tokens), count * group.held_bytes(tokens)
@@ -92,8 +93,9 @@ class Report:
                 format_bytes(exact),
                 format_bytes(held),
                 f"{1 - held / exact:.2%}" if exact else "",
+                format_bytes(count * group.paper_bytes(tokens)) if is_pamm else "",
             )
-        console = Console(file=io.StringIO(), width=120)
+        console = Console(file=io.StringIO(), width=140)
         console.print(table)
         for name, reason in self._skipped():
             console.print(f"skipped {name}: {reason}", markup=False, highlight=False)
