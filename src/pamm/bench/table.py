@@ -13,13 +13,14 @@ def op_table(records: list[Record]) -> Table:
     table = _table(
         f"{first['tokens']:,} tokens, {first['n']} -> {outputs}, k = {first['k']}, "
         f"{first['dtype']}, {first['device']}",
-        ("forward ms", "backward ms", "total ms", "exact / arm", "held"),
+        ("forward ms", "backward ms", "total ms", "exact / arm", "host ms", "held"),
     )
     for record in records:
         table.add_row(
             record["arm"],
             *(f"{record[f'{phase}_ms']:.3f}" for phase in ("forward", "backward", "total")),
             _against_exact(records, record),
+            f"{record['host_ms']:.3f}",
             format_bytes(record["held_bytes"]),
         )
     return table
