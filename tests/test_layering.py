@@ -23,7 +23,7 @@ LAYERS = (
     {"stream"},
     {"compressors"},
     {"autograd", "functional"},
-    {"sharing", "nn"},
+    {"sharing", "nn", "recompute"},
     {"report", "surgery", "optim"},
     {"integrations"},
     {"analysis"},
