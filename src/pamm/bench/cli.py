@@ -112,6 +112,39 @@ def breakdown(
 
 
 @app.command()
+def tune(
+    shape: Annotated[
+        list[str],
+        typer.Option(help="TOKENS,IN,OUT of q, of k and of v. May be given several times."),
+    ] = _SHAPES,
+    ratio: Ratio = "1/512",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "auto",
+    layout: Annotated[
+        str, typer.Option(help="separate (q, k, v) or fused (one layer).")
+    ] = "separate",
+) -> None:
+    """Time a few tiles for each kernel on this GPU and keep the best on disk: seconds a shape.
+
+    Later runs of any program on this machine use them. Without it, tiles that suit an H100 serve.
+    """
+    from pamm.bench.op import Shape
+    from pamm.bench.table import tune_table
+    from pamm.bench.tune import tune as tune_shape
+    from pamm.config import PammConfig
+
+    device = _device("cuda")
+    from pamm.kernels.tiles import cache_file
+
+    config, kind = PammConfig(ratio=ratio), _dtype(dtype, device)  # type: ignore[arg-type]
+    for text in shape:
+        each = Shape(*_numbers(text), layout=layout)
+        with _progress(each.name, 3) as advance:
+            records = tune_shape(each, config, device, kind, advance)
+        _finish(tune_table(each.name, records), records, None)
+    typer.echo(f"written to {cache_file()}")
+
+
+@app.command()
 def report(
     results: Annotated[Path, typer.Argument(help="Folder of results.")] = Path(
         "benchmarks/results"

@@ -125,7 +125,7 @@ class _Run:
 def _timed(name: str, run: _Run, device: torch.device) -> Callable[[Mark], None]:
     if device.type != "cuda" or name == "paper":
         return run
-    forward, both = _captured(run.forward), _captured(run)
+    forward, both = captured(run.forward), captured(run)
 
     def replay(mark: Mark) -> None:
         forward()
@@ -143,7 +143,7 @@ def _passes(medians: dict[str, float]) -> dict[str, float]:
     return {"forward_ms": forward, "backward_ms": backward, "total_ms": forward + backward}
 
 
-def _captured(work: Callable[[], object]) -> Callable[[], None]:
+def captured(work: Callable[[], object]) -> Callable[[], None]:
     """``work`` as one CUDA graph."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

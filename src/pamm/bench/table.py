@@ -54,6 +54,16 @@ def model_table(records: list[Record]) -> Table:
     return table
 
 
+def tune_table(title: str, records: list[Record]) -> Table:
+    """What each kernel takes with its first tile and with the one chosen."""
+    table = _table(title, ("default ms", "chosen ms", "chosen tile"), "kernel")
+    for record in records:
+        sizes = " ".join(f"{name}={value}" for name, value in record["tile"].items())
+        times = (f"{record[f'{which}_ms']:.4f}" for which in ("default", "best"))
+        table.add_row(record["kernel"], *times, sizes)
+    return table
+
+
 def breakdown_table(records: list[Record]) -> Table:
     """The paper's two tables in one."""
     first = records[0]

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pamm.kernels.tiles import assign_tile, ceil_div, operand, power_of_2, precision
+from pamm.kernels.tiles import ceil_div, operand, power_of_2, precision, tile
 from pamm.types import Compressed, assignment_dtype
 
 
@@ -128,16 +128,16 @@ def compress(x: Tensor, index: Tensor, tolerance: float | None) -> Compressed:
     if tokens == 0:
         return Compressed(c, f, alpha, beta.fill_(1))
 
-    tile = assign_tile(k, x.dtype)
+    sizes = tile("assign", k, x.dtype, device)
     _gather_kernel[(k,)](
         x, index, c, of_generators, beta, counter, n, k, x.stride(0), x.stride(1),
         TESTED=tested, BLOCK_N=min(1024, power_of_2(n)), num_warps=4,
     )  # fmt: skip
-    _assign_kernel[(ceil_div(tokens, tile["BLOCK_T"]),)](
+    _assign_kernel[(ceil_div(tokens, sizes["BLOCK_T"]),)](
         x, c, index, of_generators, f, alpha, beta, counter,
         tokens, n, k, x.stride(0), x.stride(1),
         1 - tolerance**2 if tolerance is not None else 0.0,
         TESTED=tested, DROP_ALL=tolerance == 0, PRECISION=precision(x.dtype),
-        OPERAND=operand(x.dtype), **tile,
+        OPERAND=operand(x.dtype), **sizes,
     )  # fmt: skip
     return Compressed(c, f, alpha, beta)

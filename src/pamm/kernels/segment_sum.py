@@ -17,11 +17,10 @@ from pamm.kernels import sorted_sum
 from pamm.kernels.tiles import (
     SORTED_ABOVE,
     ceil_div,
-    expand_tile,
     operand,
     precision,
-    segment_tile,
     splits,
+    tile,
 )
 from pamm.types import Compressed
 
@@ -100,19 +99,19 @@ def weight_grad(compressed: Compressed, g: Tensor) -> Tensor:
         return g.new_zeros(m, n)
     if k > SORTED_ABOVE:
         return sorted_sum.weight_grad(compressed, g)
-    tile = segment_tile(k, g.dtype)
-    parts, tokens_each = splits(tokens, m, k, tile, g.device)
+    sizes = tile("segment_sum", k, g.dtype, g.device)
+    parts, tokens_each = splits(tokens, m, k, sizes, g.device)
     partial = torch.empty(parts, k, m, dtype=torch.float32, device=g.device)
-    grid = (ceil_div(m, tile["BLOCK_M"]), parts, ceil_div(k, tile["BLOCK_K"]))
+    grid = (ceil_div(m, sizes["BLOCK_M"]), parts, ceil_div(k, sizes["BLOCK_K"]))
     _segment_sum_kernel[grid](
         f, alpha, g, partial, tokens, m, k, g.stride(0), g.stride(1), tokens_each,
-        PRECISION=precision(g.dtype), OPERAND=operand(g.dtype), **tile,
+        PRECISION=precision(g.dtype), OPERAND=operand(g.dtype), **sizes,
     )  # fmt: skip
     w = torch.empty(m, n, dtype=g.dtype, device=g.device)
-    tile = expand_tile(k)
-    _expand_kernel[(ceil_div(m, tile["BLOCK_M"]), ceil_div(n, tile["BLOCK_N"]))](
+    sizes = tile("expand", k, g.dtype, g.device)
+    _expand_kernel[(ceil_div(m, sizes["BLOCK_M"]), ceil_div(n, sizes["BLOCK_N"]))](
         partial, c, beta, w, m, n, k, parts,
         PRECISION="tf32" if g.dtype == torch.float16 else precision(g.dtype),
-        OPERAND=tl.float32 if g.dtype == torch.float16 else operand(g.dtype), **tile,
+        OPERAND=tl.float32 if g.dtype == torch.float16 else operand(g.dtype), **sizes,
     )  # fmt: skip
     return w

@@ -23,8 +23,7 @@ from pamm.kernels.tiles import (
     operand,
     power_of_2,
     precision,
-    sorted_expand_tile,
-    sorted_tile,
+    tile,
 )
 from pamm.types import Compressed
 
@@ -111,20 +110,20 @@ def weight_grad(compressed: Compressed, g: Tensor) -> Tensor:
     f_sorted, order = torch.sort(f, stable=True)
     chunk = chunk_size(tokens)
     chunks = ceil_div(tokens, chunk)
-    tile = sorted_tile(m, g.dtype)
+    sizes = tile("sorted_sum", k, g.dtype, g.device)
     partial = torch.empty(chunks + k, m, dtype=torch.float32, device=g.device)
-    _sorted_sum_kernel[(ceil_div(m, tile["BLOCK_M"]), chunks)](
+    _sorted_sum_kernel[(ceil_div(m, sizes["BLOCK_M"]), chunks)](
         order, f_sorted, alpha, g, partial, tokens, m, g.stride(0), g.stride(1),
-        PRECISION=precision(g.dtype), OPERAND=operand(g.dtype), CHUNK=chunk, **tile,
+        PRECISION=precision(g.dtype), OPERAND=operand(g.dtype), CHUNK=chunk, **sizes,
     )  # fmt: skip
     w = torch.empty(m, n, dtype=g.dtype, device=g.device)
-    tile = sorted_expand_tile(k)
+    sizes = tile("sorted_expand", k, g.dtype, g.device)
     # In fp16 a sum over many tokens can overflow, in tf32 it cannot.
     narrow = g.dtype == torch.float16
-    _sorted_expand_kernel[(ceil_div(m, tile["BLOCK_M"]), ceil_div(n, tile["BLOCK_N"]))](
+    _sorted_expand_kernel[(ceil_div(m, sizes["BLOCK_M"]), ceil_div(n, sizes["BLOCK_N"]))](
         partial, f_sorted, c, beta, w, tokens, m, n, k, chunks,
         PRECISION="tf32" if narrow else precision(g.dtype),
         OPERAND=tl.float32 if narrow else operand(g.dtype),
-        CHUNK=chunk, CHUNKS=power_of_2(chunks), **tile,
+        CHUNK=chunk, CHUNKS=power_of_2(chunks), **sizes,
     )  # fmt: skip
     return w

@@ -1,14 +1,25 @@
 """Sizes of tiles and how work is split: every choice that is about speed and not about results.
 
-Measured on one H100 (benchmarks/results); other GPUs get the same numbers.
+Each kernel has a few tiles to choose from. The first was the best on one H100
+(benchmarks/results) and serves until ``pamm bench tune`` has timed them on the GPU at hand, which
+writes its choices to ``cache_file()``.
 """
 
 import functools
+import json
 import os
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+import triton
 import triton.language as tl
+
+from pamm.errors import PammError
+
+Tile = dict[str, int]
+DoesNotFit = triton.runtime.errors.OutOfResources
 
 SORTED_ABOVE = 128
 """Generators from which on sorting the tokens pays (``sorted_sum``)."""
@@ -31,46 +42,111 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def assign_tile(k: int, dtype: torch.dtype) -> dict[str, Any]:
-    """For ``_assign_kernel``."""
+def _assign(k: int, dtype: torch.dtype) -> list[Tile]:
     block_k = min(256, max(16, power_of_2(k)))
     if dtype == torch.float32:
-        return _tile(BLOCK_T=64, BLOCK_K=min(64, block_k), BLOCK_N=32, warps=4, stages=2)
+        return [
+            _tile(BLOCK_T=rows, BLOCK_K=min(64, block_k), BLOCK_N=32, warps=4, stages=2)
+            for rows in (64, 32)
+        ]
     if block_k == 256:
-        return _tile(BLOCK_T=128, BLOCK_K=256, BLOCK_N=32, warps=8, stages=4)
+        return [
+            _tile(BLOCK_T=128, BLOCK_K=256, BLOCK_N=32, warps=8, stages=4),
+            _tile(BLOCK_T=64, BLOCK_K=256, BLOCK_N=64, warps=8, stages=3),
+            _tile(BLOCK_T=128, BLOCK_K=128, BLOCK_N=64, warps=8, stages=3),
+        ]
     if block_k == 128:
-        return _tile(BLOCK_T=128, BLOCK_K=128, BLOCK_N=64, warps=8, stages=3)
-    return _tile(BLOCK_T=128, BLOCK_K=block_k, BLOCK_N=128, warps=8, stages=4)
+        return [
+            _tile(BLOCK_T=128, BLOCK_K=128, BLOCK_N=64, warps=8, stages=3),
+            _tile(BLOCK_T=64, BLOCK_K=128, BLOCK_N=64, warps=4, stages=3),
+        ]
+    return [
+        _tile(BLOCK_T=128, BLOCK_K=block_k, BLOCK_N=128, warps=8, stages=4),
+        _tile(BLOCK_T=64, BLOCK_K=block_k, BLOCK_N=128, warps=4, stages=3),
+        _tile(BLOCK_T=128, BLOCK_K=block_k, BLOCK_N=64, warps=4, stages=4),
+    ]
 
 
-def segment_tile(k: int, dtype: torch.dtype) -> dict[str, Any]:
-    """For ``_segment_sum_kernel``."""
+def _segment_sum(k: int, dtype: torch.dtype) -> list[Tile]:
     block_k = min(SORTED_ABOVE, max(16, power_of_2(k)))
     if dtype == torch.float32:
-        return _tile(BLOCK_T=32, BLOCK_M=64, BLOCK_K=min(64, block_k), warps=4, stages=2)
+        return [_tile(BLOCK_T=32, BLOCK_M=64, BLOCK_K=min(64, block_k), warps=4, stages=2)]
     warps = 8 if block_k == SORTED_ABOVE else 4
-    return _tile(BLOCK_T=128, BLOCK_M=128, BLOCK_K=block_k, warps=warps, stages=3)
+    return [
+        _tile(BLOCK_T=128, BLOCK_M=128, BLOCK_K=block_k, warps=warps, stages=3),
+        _tile(BLOCK_T=64, BLOCK_M=128, BLOCK_K=block_k, warps=4, stages=4),
+        _tile(BLOCK_T=64, BLOCK_M=256, BLOCK_K=block_k, warps=8, stages=3),
+    ]
 
 
-def expand_tile(k: int) -> dict[str, Any]:
-    """For ``_expand_kernel``."""
-    if k > 32:
-        return {"AT_ONCE": 8} | _tile(BLOCK_M=16, BLOCK_N=512, BLOCK_K=64, warps=8, stages=2)
-    return {"AT_ONCE": 4} | _tile(BLOCK_M=32, BLOCK_N=512, BLOCK_K=32, warps=4, stages=2)
+def _expand(k: int, dtype: torch.dtype) -> list[Tile]:
+    del dtype
+    wide = {"AT_ONCE": 8} | _tile(BLOCK_M=16, BLOCK_N=512, BLOCK_K=64, warps=8, stages=2)
+    narrow = {"AT_ONCE": 4} | _tile(BLOCK_M=32, BLOCK_N=512, BLOCK_K=32, warps=4, stages=2)
+    return [wide, narrow] if k > 32 else [narrow, wide]
 
 
-def sorted_tile(m: int, dtype: torch.dtype) -> dict[str, Any]:
-    """For ``_sorted_sum_kernel``."""
-    del m
-    if dtype == torch.float32:
-        return _tile(BLOCK_T=32, BLOCK_M=64, WINDOW=16, warps=4, stages=2)
-    return _tile(BLOCK_T=64, BLOCK_M=128, WINDOW=16, warps=4, stages=2)
-
-
-def sorted_expand_tile(k: int) -> dict[str, Any]:
-    """For ``_sorted_expand_kernel``."""
+def _sorted_sum(k: int, dtype: torch.dtype) -> list[Tile]:
     del k
-    return _tile(BLOCK_M=32, BLOCK_N=128, BLOCK_K=32, warps=4, stages=2)
+    if dtype == torch.float32:
+        return [_tile(BLOCK_T=32, BLOCK_M=64, WINDOW=16, warps=4, stages=2)]
+    return [
+        _tile(BLOCK_T=64, BLOCK_M=128, WINDOW=16, warps=4, stages=2),
+        _tile(BLOCK_T=128, BLOCK_M=128, WINDOW=16, warps=4, stages=2),
+        _tile(BLOCK_T=64, BLOCK_M=256, WINDOW=16, warps=8, stages=2),
+    ]
+
+
+def _sorted_expand(k: int, dtype: torch.dtype) -> list[Tile]:
+    del k, dtype
+    return [
+        _tile(BLOCK_M=32, BLOCK_N=128, BLOCK_K=32, warps=4, stages=2),
+        _tile(BLOCK_M=16, BLOCK_N=256, BLOCK_K=32, warps=4, stages=2),
+    ]
+
+
+CANDIDATES: dict[str, Callable[[int, torch.dtype], list[Tile]]] = {
+    "assign": _assign,
+    "segment_sum": _segment_sum,
+    "expand": _expand,
+    "sorted_sum": _sorted_sum,
+    "sorted_expand": _sorted_expand,
+}
+"""For each kernel, the tiles to choose from for (k, dtype); the first where nothing was timed."""
+
+
+@functools.cache
+def tile(kernel: str, k: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """The tile of a kernel: what was tuned on this GPU, or the first candidate."""
+    return dict(chosen(device).get(key(kernel, k, dtype)) or CANDIDATES[kernel](k, dtype)[0])
+
+
+def key(kernel: str, k: int, dtype: torch.dtype) -> str:
+    """Under which a choice is kept: all k up to the same power of two share it."""
+    return f"{kernel} k={power_of_2(k)} {str(dtype).removeprefix('torch.')}"
+
+
+@functools.cache
+def chosen(device: torch.device) -> dict[str, Tile]:
+    """The choices for this GPU and Triton; changed in place while tuning."""
+    path = cache_file()
+    if device.type != "cuda" or not path.exists():
+        return {}
+    try:
+        known = json.loads(path.read_text(encoding="utf-8")).get(gpu(device), {})
+        return {str(name): {str(k): int(v) for k, v in t.items()} for name, t in known.items()}
+    except (ValueError, AttributeError, TypeError) as error:
+        raise PammError(f"{path} holds no tiles ({error}); delete it.") from error
+
+
+def gpu(device: torch.device) -> str:
+    """What a choice of tiles is good for."""
+    return f"{torch.cuda.get_device_name(device)}, triton {triton.__version__}"
+
+
+def cache_file() -> Path:
+    """``$XDG_CACHE_HOME/pamm/tiles.json``, in ``~/.cache`` by default."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pamm" / "tiles.json"
 
 
 def chunk_size(tokens: int) -> int:
@@ -78,17 +154,15 @@ def chunk_size(tokens: int) -> int:
     return max(256, power_of_2(ceil_div(tokens, 128)))
 
 
-def splits(
-    tokens: int, m: int, k: int, tile: dict[str, Any], device: torch.device
-) -> tuple[int, int]:
+def splits(tokens: int, m: int, k: int, sizes: Tile, device: torch.device) -> tuple[int, int]:
     """Into how many parts the tokens are split, and the tokens of each.
 
     Two programs a multiprocessor, but no more than 32 parts: each is read again to be added up.
     """
-    tiles = ceil_div(m, tile["BLOCK_M"]) * ceil_div(k, tile["BLOCK_K"])
-    parts = min(32, 2 * multiprocessors(device) // tiles, ceil_div(tokens, tile["BLOCK_T"]))
+    tiles = ceil_div(m, sizes["BLOCK_M"]) * ceil_div(k, sizes["BLOCK_K"])
+    parts = min(32, 2 * multiprocessors(device) // tiles, ceil_div(tokens, sizes["BLOCK_T"]))
     parts = max(1, parts)
-    each = ceil_div(ceil_div(tokens, parts), tile["BLOCK_T"]) * tile["BLOCK_T"]
+    each = ceil_div(ceil_div(tokens, parts), sizes["BLOCK_T"]) * sizes["BLOCK_T"]
     return ceil_div(tokens, each), each
 
 
@@ -110,5 +184,5 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _tile(warps: int, stages: int, **blocks: int) -> dict[str, Any]:
+def _tile(warps: int, stages: int, **blocks: int) -> Tile:
     return {**blocks, "num_warps": warps, "num_stages": stages}
