@@ -36,6 +36,7 @@ def x() -> torch.Tensor:
 
 @pytest.fixture
 def _waiting_is_an_error() -> Iterator[None]:
+    torch.ones(8, 8, device="cuda").mm(torch.ones(8, 8, device="cuda"))  # makes cuBLAS's handle
     yield
     torch.cuda.set_sync_debug_mode("default")
 
@@ -43,6 +44,7 @@ def _waiting_is_an_error() -> Iterator[None]:
 @pytest.mark.parametrize("tolerance", [None, 0.5, 0.0])
 @pytest.mark.parametrize("ratio", [1 / 128, 1 / 16])
 @pytest.mark.usefixtures("_waiting_is_an_error")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 def test_nothing_waits_for_the_device(ratio: float, tolerance: float | None) -> None:
     layers = {f"{name}_proj": nn.Linear(FEATURES, FEATURES) for name in "qkv"}
     model = nn.ModuleDict(layers).to("cuda", torch.bfloat16)
@@ -56,7 +58,7 @@ def test_nothing_waits_for_the_device(ratio: float, tolerance: float | None) -> 
 
 def launches(work: object) -> int:
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         work()  # type: ignore[operator]
         torch.cuda.synchronize()
     kernels = [e for e in profiler.events() if e.device_type == DeviceType.CUDA]

@@ -51,9 +51,10 @@ def _op(schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def _is_observed(tensor: Tensor) -> bool:
-    """Whether something looks at the ops: a compiler, a dispatch mode, a tensor subclass."""
+    """Whether something looks at the ops: a compiler, a profiler, a mode, a tensor subclass."""
     return (
         torch.compiler.is_compiling()
+        or torch.autograd._profiler_enabled()
         or type(tensor) is not Tensor
         or tensor.device.type == "meta"
         or torch._C._len_torch_dispatch_stack() > 0

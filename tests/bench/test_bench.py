@@ -94,6 +94,8 @@ def test_command_line_writes_records_and_a_report(tmp_path: Path) -> None:
         rows = {r["part"]: r["ms"] for r in parts if r["pass"] == direction}
         assert rows["total"] == pytest.approx(sum(rows.values()) - rows["total"])
         assert rows["total"] > 0
+        seen = ("draw", "similarity + assign") if direction == "forward" else ("segment sum",)
+        assert all(rows[part] > 0 for part in seen)
 
     run("bench", "report", str(results.parent), "--output", str(tmp_path / "docs"))
     page = (tmp_path / "docs" / "benchmarks.md").read_text()
