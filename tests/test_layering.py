@@ -17,7 +17,7 @@ SOURCE = Path(pamm.__file__).parent
 LAYERS = (
     {"errors", "config", "types"},
     {"extras"},
-    {"permutation", "reference"},
+    {"permutation", "reference", "subspace"},
     {"kernels"},
     {"ops"},
     {"stream"},

@@ -14,7 +14,8 @@ import yaml
 
 from pamm.errors import PammError
 
-METHODS = ("pamm", "uniform_crs", "exact")
+METHODS = ("pamm", "subspace", "uniform_crs", "exact")
+DEFAULT_RATIO = {"subspace": 1 / 4}
 BACKENDS = ("auto", "triton", "torch")
 
 
@@ -23,10 +24,14 @@ class PammConfig:
     """How the input of a group of linear layers is kept for backward.
 
     Args:
-        method: ``"pamm"`` (the paper's method), ``"uniform_crs"`` (keep the generators, drop every
-            other row: PAMM with tolerance 0) or ``"exact"`` (keep X; the control in comparisons).
+        method: ``"pamm"`` (the paper's method), ``"subspace"`` (every token on a few directions,
+            in 4 bits a number: ``pamm.subspace``), ``"uniform_crs"`` (keep the generators, drop
+            every other row: PAMM with tolerance 0) or ``"exact"`` (keep X; the control in
+            comparisons).
         ratio: r, the share of the b tokens kept as generators, 0 < r <= 1:
-            k = min(b, max(1, ceil(r b))). A string such as ``"1/512"`` is read as a fraction.
+            k = min(b, max(1, ceil(r b))); 1/512 if left out. For ``"subspace"`` the share of the n
+            features kept as directions; 1/4 if left out. A string such as ``"1/512"`` is read as a
+            fraction.
         tolerance: epsilon of the paper's eq. 3, relative to a row's norm: a row is kept if
             ||A_i - A~_i|| <= epsilon ||A_i||. ``None`` (or infinity) keeps every row, which the
             paper found best; 0 keeps the generators alone; 1 and above equal ``None``.
@@ -43,7 +48,7 @@ class PammConfig:
     """
 
     method: str = "pamm"
-    ratio: float = 1 / 512
+    ratio: float = None  # type: ignore[assignment]  # a number once made
     tolerance: float | None = None
     seed: int = 0
     backend: str = "auto"
@@ -53,7 +58,8 @@ class PammConfig:
             raise PammError(f"method is {self.method!r}; choose one of {', '.join(METHODS)}.")
         if self.backend not in BACKENDS:
             raise PammError(f"backend is {self.backend!r}; choose one of {', '.join(BACKENDS)}.")
-        object.__setattr__(self, "ratio", _ratio(self.ratio))
+        ratio = DEFAULT_RATIO.get(self.method, 1 / 512) if self.ratio is None else self.ratio
+        object.__setattr__(self, "ratio", _ratio(ratio))
         object.__setattr__(self, "tolerance", _tolerance(self.tolerance))
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
             raise PammError(f"seed is {self.seed!r}; give a whole number, 0 or above.")

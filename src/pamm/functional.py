@@ -108,6 +108,11 @@ def linear(
     """
     if not (weight.requires_grad and torch.is_grad_enabled()):
         return F.linear(x, weight, bias)
+    if config.method == "subspace":
+        raise PammError(
+            "method 'subspace' carries directions from step to step, which a function cannot. "
+            "Convert a model that holds the layer with pamm.convert."
+        )
     method = compressor(config)
     x, weight, bias = cast_like_autocast(x, weight, bias)
     return linear_from_state(x, weight, bias, method, compress_rows(method, x, stream.draw))
@@ -129,9 +134,14 @@ def cast_like_autocast(
 
 
 @torch.no_grad()
-def compress_rows(method: Compressor, x: Float[Tensor, "*batch n"], draw: Draw) -> State:
-    """The state of X with its leading axes flattened."""
-    return method.compress(x.reshape(-1, x.shape[-1]), draw)
+def compress_rows(
+    method: Compressor, x: Float[Tensor, "*batch n"], draw: Draw, advance: bool = True
+) -> State:
+    """The state of X with its leading axes flattened; ``advance`` if a new forward pass begins."""
+    rows = x.reshape(-1, x.shape[-1])
+    if advance:
+        method.advance(rows)
+    return method.compress(rows, draw)
 
 
 def linear_from_state(

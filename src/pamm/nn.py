@@ -44,9 +44,9 @@ class PammLinear(nn.Linear):
         return linear_from_state(x, weight, bias, self.pamm_group.method, state)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "PammLinear":
-        """``.to(device)`` takes the stream along: a compiled layer would notice it move later."""
+        """``.to(device)`` takes the group along: a compiled layer would notice it move later."""
         super()._apply(fn, recurse)
-        self.pamm_group.stream.move(self.weight.device)
+        self.pamm_group.move(self.weight.device)
         return self
 
     def extra_repr(self) -> str:

@@ -4,6 +4,9 @@
     pamm::draw_next    the same, after moving the position on
     pamm::compress     C, f, alpha, beta of X and k row numbers: deterministic
     pamm::weight_grad  (beta C.T @ B~).T: deterministic
+    pamm::encode       4-bit codes and scales of a matrix
+    pamm::decode       the matrix they stand for
+    pamm::refresh      the directions that a subspace carries, now and then brought up to date
 
 To torch.compile, checkpointing policies and profilers each is one opaque unit. None of them waits
 for the device. All sums are taken in fp32 (fp64 for fp64), also under autocast.
@@ -19,16 +22,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pamm import subspace
 from pamm.config import BACKENDS
 from pamm.errors import PammError
 from pamm.kernels import plain
 from pamm.permutation import permutation_prefix
-from pamm.types import Compressed, assignment_dtype
+from pamm.types import Compressed, accumulation_dtype, assignment_dtype
 
 _LIBRARY = torch.library.Library("pamm", "DEF")
 
 
-def _op(schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _op(schema: str, *tags: torch.Tag) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Define an op whose kernel, on every device, is the decorated function.
 
     Returns a function that calls the op, or its kernel where nobody could tell the difference: the
@@ -37,7 +41,7 @@ def _op(schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     name = schema.partition("(")[0]
 
     def register(kernel: Callable[..., Any]) -> Callable[..., Any]:
-        _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
         _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
         op = getattr(torch.ops.pamm, name).default
 
@@ -54,7 +58,7 @@ def _is_observed(tensor: Tensor) -> bool:
     """Whether something looks at the ops: a compiler, a profiler, a mode, a tensor subclass."""
     return (
         torch.compiler.is_compiling()
-        or torch.autograd._profiler_enabled()
+        or torch.autograd.profiler._is_profiler_enabled
         or type(tensor) is not Tensor
         or tensor.device.type == "meta"
         or torch._C._len_torch_dispatch_stack() > 0
@@ -145,6 +149,64 @@ def _(b: Tensor, c: Tensor, f: Tensor, alpha: Tensor, beta: Tensor, backend: str
 def weight_grad(compressed: Compressed, b: Tensor, backend: str = "auto") -> Tensor:
     """(beta C.T @ B~).T (m, n), about (A.T @ B).T: ``reference.approx_matmul``, transposed."""
     return _weight_grad(b, *compressed, backend)
+
+
+@_op("encode(Tensor z, Tensor drawn, str backend) -> (Tensor, Tensor)")
+def encode(z: Tensor, drawn: Tensor, backend: str) -> tuple[Tensor, Tensor]:
+    """``subspace.encode``: codes (tokens, k / 2) and scales (k,) of z (tokens, k)."""
+    if _use_triton(z, backend):
+        from pamm.kernels import codes as kernel
+
+        return kernel.encode(z, drawn)
+    return subspace.encode(z, drawn)
+
+
+@_fake("encode")
+def _(z: Tensor, drawn: Tensor, backend: str) -> tuple[Tensor, Tensor]:
+    tokens, k = z.shape
+    scale = z.new_empty(k, dtype=accumulation_dtype(z.dtype))
+    return z.new_empty(tokens, (k + 1) // 2, dtype=torch.uint8), scale
+
+
+@_op("decode(Tensor codes, SymInt k, ScalarType dtype, str backend) -> Tensor")
+def decode(codes: Tensor, k: int, dtype: torch.dtype, backend: str) -> Tensor:
+    """``subspace.decode``: (tokens, k), in units of the scale."""
+    if dtype != torch.float64 and _use_triton(codes, backend):
+        from pamm.kernels import codes as kernel
+
+        return kernel.decode(codes, k, dtype)
+    return subspace.decode(codes, k, dtype)
+
+
+@_fake("decode")
+def _(codes: Tensor, k: int, dtype: torch.dtype, backend: str) -> Tensor:
+    return codes.new_empty(len(codes), k, dtype=dtype)
+
+
+@_op(
+    "refresh(Tensor(a!) carried, Tensor(b!) passes, Tensor x, int every) -> ()",
+    torch.Tag.cudagraph_unsafe,
+)
+def refresh(carried: Tensor, passes: Tensor, x: Tensor, every: int) -> None:
+    """``subspace.refreshed`` in place, in the first passes and then in each ``every``-th.
+
+    ``passes`` (1,) counts, on the CPU: the host decides, and does not wait for the device. So a
+    graph of the device cannot hold this op: torch.compile leaves it out of its graphs.
+    """
+    number = int(passes)
+    passes += 1
+    if number >= subspace.FIRST and number % every:
+        return
+    stride = max(1, len(x) // subspace.SAMPLE)
+    rows = x[number % stride :: stride]
+    if len(rows):
+        with no_autocast(x):
+            carried.copy_(subspace.refreshed(carried, rows))
+
+
+@_fake("refresh")
+def _(carried: Tensor, passes: Tensor, x: Tensor, every: int) -> None:
+    return None
 
 
 def no_autocast(tensor: Tensor) -> AbstractContextManager[object]:

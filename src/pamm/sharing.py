@@ -81,8 +81,14 @@ class Group:
         rows: the first trained member draws, the others draw again.
         """
         first = next(i for i, layer in enumerate(self.layers) if layer.weight.requires_grad)
-        draw = self.stream.draw if member == first else self.stream.draw_again
-        return compress_rows(self.method, cast, draw)
+        leads = member == first
+        draw = self.stream.draw if leads else self.stream.draw_again
+        return compress_rows(self.method, cast, draw, advance=leads)
+
+    def move(self, device: torch.device) -> None:
+        """Take along what the group carries from step to step."""
+        self.stream.move(device)
+        self.method.move(device)
 
     def _forget(self, _: object = None) -> None:
         self._current.x, self._current.state = None, ()

@@ -86,7 +86,9 @@ def convert(
     for name, layers in found:
         first = next(iter(layers.values()))
         stream = Stream(config.seed, name, config.backend, first.weight.device)
-        group = Group(name, list(layers.values()), compressor(config), stream)
+        method = compressor(config)
+        method.prepare(first.in_features, first.weight.device)
+        group = Group(name, list(layers.values()), method, stream)
         for member, layer in enumerate(layers.values()):
             PammLinear.adopt(layer, group, member)
         widths = tuple(layer.out_features for layer in layers.values())

@@ -7,14 +7,14 @@ Rows drawn by a permutation of all tokens, norms and cosines of all rows, assign
 import torch
 from torch import Tensor, nn
 
-from pamm.compressors import State
+from pamm.compressors import Memoryless, State
 from pamm.config import PammConfig
 from pamm.nn import PammLinear
 from pamm.sharing import Group
 from pamm.stream import Draw, Stream
 
 
-class PaperPamm:
+class PaperPamm(Memoryless):
     """The listing, with the absolute cosine that Lemma 1 needs; eps is infinite."""
 
     def __init__(self, config: PammConfig) -> None:

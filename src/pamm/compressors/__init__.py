@@ -6,13 +6,23 @@ name in ``pamm.config.METHODS``.
 
 from pamm.compressors.exact import Exact
 from pamm.compressors.pamm import Pamm
-from pamm.compressors.protocol import Compressor, State
+from pamm.compressors.protocol import Compressor, Memoryless, State
+from pamm.compressors.subspace import Subspace
 from pamm.compressors.uniform_crs import UniformCRS
 from pamm.config import PammConfig
 
-_METHODS = {"pamm": Pamm, "uniform_crs": UniformCRS, "exact": Exact}
+_METHODS = {"pamm": Pamm, "subspace": Subspace, "uniform_crs": UniformCRS, "exact": Exact}
 
-__all__ = ["Compressor", "Exact", "Pamm", "State", "UniformCRS", "compressor"]
+__all__ = [
+    "Compressor",
+    "Exact",
+    "Memoryless",
+    "Pamm",
+    "State",
+    "Subspace",
+    "UniformCRS",
+    "compressor",
+]
 
 
 def compressor(config: PammConfig) -> Compressor:

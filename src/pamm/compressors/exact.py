@@ -4,12 +4,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from pamm.compressors.protocol import State
+from pamm.compressors.protocol import Memoryless, State
 from pamm.config import PammConfig
 from pamm.stream import Draw
 
 
-class Exact:
+class Exact(Memoryless):
     """Keeps X. Takes the same path through autograd as the others, to compare like with like."""
 
     def __init__(self, config: PammConfig) -> None:

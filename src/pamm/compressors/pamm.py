@@ -5,13 +5,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from pamm import ops
-from pamm.compressors.protocol import State
+from pamm.compressors.protocol import Memoryless, State
 from pamm.config import PammConfig
 from pamm.stream import Draw
 from pamm.types import Compressed, assignment_dtype
 
 
-class Pamm:
+class Pamm(Memoryless):
     """Point-approximate matrix multiplication: ``pamm.reference`` behind the protocol."""
 
     def __init__(self, config: PammConfig) -> None:

@@ -16,6 +16,18 @@ State = tuple[Tensor, ...]
 class Compressor(Protocol):
     """Keeps a state instead of X, and gives an approximate weight gradient from it."""
 
+    def prepare(self, in_features: int, device: torch.device) -> None:
+        """Make what is carried from step to step, for inputs of ``in_features``."""
+        ...
+
+    def move(self, device: torch.device) -> None:
+        """Take what is carried to another device."""
+        ...
+
+    def advance(self, x: Float[Tensor, "tokens n"]) -> None:
+        """A new forward pass begins, with this X: what is carried may learn from it."""
+        ...
+
     def compress(self, x: Float[Tensor, "tokens n"], draw: Draw) -> State:
         """The state to save for backward. Does not change X and does not alias it, unless exact."""
         ...
@@ -27,3 +39,16 @@ class Compressor(Protocol):
     def state_bytes(self, tokens: int, in_features: int, dtype: torch.dtype) -> int:
         """Bytes of the state, exactly as ``compress`` will return it."""
         ...
+
+
+class Memoryless:
+    """The part of the protocol that methods share which carry nothing from step to step."""
+
+    def prepare(self, in_features: int, device: torch.device) -> None:
+        """Nothing to make."""
+
+    def move(self, device: torch.device) -> None:
+        """Nothing to move."""
+
+    def advance(self, x: Float[Tensor, "tokens n"]) -> None:
+        """Nothing to learn."""

@@ -5,13 +5,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from pamm import ops
-from pamm.compressors.protocol import State
+from pamm.compressors.protocol import Memoryless, State
 from pamm.config import PammConfig
 from pamm.stream import Draw
 from pamm.types import accumulation_dtype
 
 
-class UniformCRS:
+class UniformCRS(Memoryless):
     """X.T @ G is estimated as b/k times its sum over k rows: unbiased, and noisy.
 
     Equal to PAMM with tolerance 0 on the same draw, without the assignment and the coefficients.

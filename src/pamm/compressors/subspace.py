@@ -1,0 +1,66 @@
+"""X on a few directions, most of them carried from step to step, in 4 bits a number."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from pamm import ops, subspace
+from pamm.compressors.protocol import State
+from pamm.config import PammConfig
+from pamm.stream import Draw
+from pamm.types import accumulation_dtype
+
+
+class Subspace:
+    """dW.T ~= Q diag(w) ((X Q).T @ G): ``pamm.subspace`` behind the protocol.
+
+    The state is the 4-bit X Q, a scale for each direction, and Q. Between steps the group carries
+    Q1 (n, k1) in fp32.
+    """
+
+    def __init__(self, config: PammConfig) -> None:
+        self.config = config
+
+    def prepare(self, in_features: int, device: torch.device) -> None:
+        """Q1 is the first unit vectors; the first passes turn it where X's energy lies."""
+        device = torch.device("cpu") if device.type == "meta" else device
+        carried, _ = subspace.directions(self.config.ratio, in_features)
+        self.carried = torch.eye(in_features, carried, device=device)
+        self.passes = torch.zeros(1, dtype=torch.int64)
+
+    def move(self, device: torch.device) -> None:
+        """Q1 goes along with the layers."""
+        if self.carried.device != device and device.type != "meta":
+            self.carried = self.carried.to(device)
+
+    def advance(self, x: Float[Tensor, "tokens n"]) -> None:
+        """Bring Q1 up to date with X, now and then."""
+        self.move(x.device)
+        ops.refresh(self.carried, self.passes, x, subspace.EVERY)
+
+    def compress(self, x: Float[Tensor, "tokens n"], draw: Draw) -> State:
+        """Codes, scales (times w) and Q."""
+        self.move(x.device)
+        n, k1 = self.carried.shape
+        drawn = draw(n, subspace.directions(self.config.ratio, n)[1], x.device)
+        wide = accumulation_dtype(x.dtype)
+        with ops.no_autocast(x):
+            basis = subspace.basis(self.carried.to(wide), drawn).to(x.dtype)
+            codes, scale = ops.encode(x @ basis, drawn, self.config.backend)
+        weight = torch.ones_like(scale)
+        weight[k1:] = n / len(drawn)
+        return codes, scale * weight, basis
+
+    def weight_grad(self, state: State, grad: Float[Tensor, "tokens m"]) -> Float[Tensor, "m n"]:
+        """(Q diag(w) ((X Q).T @ G)).T."""
+        codes, scale, basis = state
+        with ops.no_autocast(grad):
+            z = ops.decode(codes, len(scale), grad.dtype, self.config.backend)
+            inner = (grad.T @ z).to(scale.dtype) * scale
+            return inner.to(grad.dtype) @ basis.T.to(grad.dtype)
+
+    def state_bytes(self, tokens: int, in_features: int, dtype: torch.dtype) -> int:
+        """k / 2 bytes a token; a scale and n numbers for each direction."""
+        k = sum(subspace.directions(self.config.ratio, in_features))
+        scale = accumulation_dtype(dtype).itemsize
+        return tokens * ((k + 1) // 2) + k * (scale + in_features * dtype.itemsize)

@@ -1,0 +1,243 @@
+"""The subspace method: unbiased, its kernels against their twins, its directions where X's are."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import pamm
+from pamm import PammConfig, Stream, ops, subspace
+from pamm.analysis.memory import saved_bytes
+from pamm.compressors import Subspace, compressor
+from pamm.errors import PammError
+from pamm.nn import groups
+from tests.tolerances import relative_error
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+CONFIG = PammConfig(method="subspace")
+NAMES = ("q_proj", "k_proj", "v_proj")
+
+
+def low_rank(tokens: int, n: int, rank: int, noise: float = 0.0) -> Tensor:
+    x = torch.randn(tokens, rank, device=DEVICE) @ torch.randn(rank, n, device=DEVICE)
+    return x + noise * torch.randn(tokens, n, device=DEVICE)
+
+
+def prepared(n: int, config: PammConfig = CONFIG) -> Subspace:
+    method = compressor(config)
+    assert isinstance(method, Subspace)
+    method.prepare(n, DEVICE)
+    return method
+
+
+def attention(n: int = 32, m: int = 24, **config: Any) -> nn.ModuleDict:
+    model = nn.ModuleDict({name: nn.Linear(n, m) for name in NAMES}).to(DEVICE)
+    pamm.convert(model, PammConfig(method="subspace", **config))
+    return model
+
+
+@pytest.mark.parametrize("n", [1, 5, 16, 64, 100, 512, 4096])
+@pytest.mark.parametrize("ratio", [1e-3, 1 / 8, 1 / 4, 1.0])
+def test_directions_are_whole_tiles(n: int, ratio: float) -> None:
+    carried, fresh = subspace.directions(ratio, n)
+    assert fresh >= 1
+    assert carried >= 0
+    assert carried + fresh <= n
+    assert carried + fresh == n or (carried + fresh) % 16 == 0
+    assert carried + fresh >= min(n, ratio * n)
+
+
+def test_fresh_directions_are_orthogonal_to_the_carried() -> None:
+    carried = torch.linalg.qr(torch.randn(40, 12, dtype=torch.float64))[0]
+    q = subspace.basis(carried, torch.tensor([3, 17, 39]))
+    assert torch.equal(q[:, :12], carried)
+    assert (carried.T @ q[:, 12:]).abs().max() < 1e-14
+
+
+def test_the_gradient_is_unbiased_over_draws() -> None:
+    """All unit vectors in turn, each as often as the others: the mean is exact, rounding aside."""
+    n, tokens = 24, 50
+    carried = torch.linalg.qr(torch.randn(n, 12, dtype=torch.float64))[0]
+    x = torch.randn(tokens, n, dtype=torch.float64)
+    g = torch.randn(tokens, 7, dtype=torch.float64)
+    total = torch.zeros(7, n, dtype=torch.float64)
+    for start in range(0, n, 4):
+        q = subspace.basis(carried, torch.arange(start, start + 4))
+        weight = torch.ones(16, dtype=torch.float64)
+        weight[12:] = n / 4
+        total += (g.T @ (x @ q) * weight) @ q.T
+    assert relative_error(total / 6, g.T @ x) < 1e-14
+
+
+def test_rounding_is_unbiased() -> None:
+    z = torch.randn(3, 10, device=DEVICE)
+    z = z.repeat(20_000, 1)
+    codes, scale = ops.encode(z, torch.tensor([3, 5], device=DEVICE), "auto")
+    mean = (ops.decode(codes, 10, torch.float32, "auto") * scale).view(-1, 3, 10).mean(0)
+    # The error of one number is at most a scale, that of the mean of 20,000 a few thousandths.
+    assert ((mean - z[:3]).abs() <= 5e-3 * 5 * scale).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@settings(
+    max_examples=12,
+    deadline=None,
+    derandomize=True,
+    phases=(Phase.explicit, Phase.generate),
+    suppress_health_check=[HealthCheck.too_slow],
+)
+@given(
+    tokens=st.integers(0, 200),
+    k=st.integers(1, 70),
+    scale=st.sampled_from([1e-3, 1.0, 1e3]),
+    zeros=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_kernels_equal_their_twins(
+    dtype: torch.dtype, tokens: int, k: int, scale: float, zeros: bool, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    z = (scale * torch.randn(tokens, k, device=DEVICE)).to(dtype)
+    if zeros:
+        z[:, 0] = 0
+    drawn = torch.tensor([seed, 3, 5 * seed + 1], device=DEVICE)
+    codes, scales = ops.encode(z, drawn, "triton")
+    again = ops.encode(z, drawn, "triton")
+    assert torch.equal(codes, again[0])
+    slow_codes, slow_scales = subspace.encode(z, drawn)
+    torch.testing.assert_close(scales, slow_scales, rtol=1e-6, atol=0)
+    values = ops.decode(codes, k, torch.float32, "triton")
+    slow = subspace.decode(slow_codes, k, torch.float32)
+    # Where rounding in fp32 decides between two codes they may differ by one, and rarely do.
+    assert (values - slow).abs().max() <= 1 if values.numel() else True
+    assert (values != slow).float().sum() <= 1 + 1e-3 * values.numel()
+    wide = z.float()
+    assert ((values * scales - wide).abs() <= scales * 1.001).all()
+    for kind in (dtype, torch.float64):
+        assert torch.equal(ops.decode(codes, k, kind, "triton"), subspace.decode(codes, k, kind))
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_reaches_the_gradient(backend: str, value: float) -> None:
+    x, g = torch.randn(64, 32, device=DEVICE), torch.randn(64, 8, device=DEVICE)
+    for place in (x, g):
+        method = prepared(32, PammConfig(method="subspace", backend=backend))
+        kept = place[5, 7].clone()
+        place[5, 7] = value
+        method.advance(x)
+        state = method.compress(x, Stream().draw)
+        assert not method.weight_grad(state, g).isfinite().all()
+        assert method.carried.isfinite().all()
+        place[5, 7] = kept
+
+
+def test_directions_turn_to_where_the_energy_is() -> None:
+    x = low_rank(500, 64, rank=8, noise=0.01)
+    method = prepared(64)
+    for _ in range(subspace.FIRST):
+        method.advance(x)
+    q = method.carried
+    assert torch.allclose(q.T @ q, torch.eye(q.shape[1], device=DEVICE), atol=1e-5)
+    left = x - (x @ q) @ q.T
+    assert left.norm() < 0.02 * x.norm()
+    for _ in range(200):
+        q = subspace.refreshed(q, x)
+    energy = (x @ q).square().sum(0)[:8]
+    assert (energy[:-1] > energy[1:]).all()
+    state = method.compress(x, Stream().draw)
+    g = torch.randn(500, 5, device=DEVICE)
+    assert relative_error(method.weight_grad(state, g), g.T @ x) < 0.25  # rounding of 4 bits
+
+
+@pytest.mark.parametrize("x", [torch.zeros(20, 32), torch.ones(1, 32), torch.zeros(0, 32)])
+def test_degenerate_inputs_leave_an_orthonormal_basis(x: Tensor) -> None:
+    method = prepared(32)
+    for _ in range(3):
+        method.advance(x.to(DEVICE))
+    q = method.carried
+    assert torch.allclose(q.T @ q, torch.eye(q.shape[1], device=DEVICE), atol=1e-5)
+    state = method.compress(x.to(DEVICE), Stream().draw)
+    gradient = method.weight_grad(state, torch.ones(len(x), 3, device=DEVICE))
+    assert gradient.shape == (3, 32)
+    assert gradient.isfinite().all()
+
+
+def test_refreshes_come_often_at_first_and_seldom_later() -> None:
+    method = prepared(32)
+    changed = []
+    for number in range(2 * subspace.EVERY + 1):
+        before = method.carried.clone()
+        method.advance(torch.randn(100, 32, device=DEVICE))
+        if not torch.equal(before, method.carried):
+            changed.append(number)
+    assert changed == [*range(subspace.FIRST), subspace.EVERY, 2 * subspace.EVERY]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_group_shares_one_state_and_holds_what_is_predicted(dtype: torch.dtype) -> None:
+    model = nn.ModuleDict({name: nn.Linear(64, 24) for name in NAMES}).to(DEVICE, dtype)
+    report = pamm.convert(model, CONFIG)
+    x = torch.randn(300, 64, device=DEVICE, dtype=dtype, requires_grad=True)
+    held = saved_bytes(model, {"": list(NAMES)}, lambda: [layer(x) for layer in model.values()])
+    assert held[""] == report.held_bytes(300)
+    assert held[""] < 0.25 * report.exact_bytes(300)
+
+
+def test_forward_and_other_gradients_are_exact() -> None:
+    model = attention()
+    plain = copy.deepcopy(model)
+    pamm.revert(plain)
+    x = torch.randn(3, 40, 32, device=DEVICE)
+    grads = []
+    for target in (model, plain):
+        rows = x.clone().requires_grad_()
+        outputs = [layer(rows) for layer in target.values()]
+        torch.autograd.backward(outputs, [torch.ones_like(y) for y in outputs])
+        grads.append((rows.grad, *outputs, *(layer.bias.grad for layer in target.values())))
+    assert all(torch.equal(one, other) for one, other in zip(*grads, strict=True))
+    for one, other in zip(model.values(), plain.values(), strict=True):
+        assert not torch.equal(one.weight.grad, other.weight.grad)
+        assert relative_error(one.weight.grad, other.weight.grad) < 3
+
+
+def test_two_forward_passes_before_their_backward() -> None:
+    """What the first pass saved must not change in the second, also if Q1 does."""
+    x = torch.randn(2, 100, 32, device=DEVICE)
+    both, alone = attention(), attention()
+    alone.load_state_dict(both.state_dict())
+    first, _ = both["q_proj"](x[0]), both["q_proj"](x[1])
+    first.sum().backward()
+    alone["q_proj"](x[0]).sum().backward()
+    assert torch.equal(both["q_proj"].weight.grad, alone["q_proj"].weight.grad)
+
+
+def test_copies_carry_directions_of_their_own() -> None:
+    model = attention()
+    twin = copy.deepcopy(model)
+    twin["q_proj"](torch.randn(50, 32, device=DEVICE))
+    ours, theirs = (groups(m)[0].method for m in (model, twin))
+    assert isinstance(ours, Subspace)
+    assert isinstance(theirs, Subspace)
+    assert not torch.equal(ours.carried, theirs.carried)
+    assert int(ours.passes) == 0
+
+
+def test_state_of_the_method_is_not_in_the_state_dict() -> None:
+    assert set(attention().state_dict()) == {f"{n}.{p}" for n in NAMES for p in ("weight", "bias")}
+
+
+def test_a_function_cannot_carry() -> None:
+    x, weight = torch.randn(4, 32), torch.randn(8, 32, requires_grad=True)
+    with pytest.raises(PammError, match=r"carries directions.*convert"):
+        pamm.linear(x, weight, config=CONFIG, stream=Stream())
+
+
+def test_the_default_ratio_is_a_quarter_of_the_features() -> None:
+    assert CONFIG.ratio == 1 / 4
+    assert PammConfig().ratio == 1 / 512
+    assert PammConfig.from_dict(CONFIG.to_dict()) == CONFIG
