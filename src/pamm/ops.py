@@ -180,7 +180,7 @@ def decode(codes: Tensor, k: int, dtype: torch.dtype, backend: str) -> Tensor:
 
 @_fake("decode")
 def _(codes: Tensor, k: int, dtype: torch.dtype, backend: str) -> Tensor:
-    return codes.new_empty(len(codes), k, dtype=dtype)
+    return codes.new_empty(codes.shape[0], k, dtype=dtype)
 
 
 @_op(

@@ -38,6 +38,17 @@ def test_ops_pass_opcheck(dtype: torch.dtype, tolerance: float | None) -> None:
     state = torch.tensor([0, 1, 2], device=DEVICE)
     for op in (torch.ops.pamm.draw.default, torch.ops.pamm.draw_next.default):
         torch.library.opcheck(op, (state, 0, 60, 7, "auto"))
+    z, drawn = compress[0], torch.tensor([3, 7], device=DEVICE)
+    torch.library.opcheck(torch.ops.pamm.encode.default, (z, drawn, "auto"))
+    codes, _ = torch.ops.pamm.encode.default(z, drawn, "auto")
+    torch.library.opcheck(torch.ops.pamm.decode.default, (codes, 24, dtype, "auto"))
+
+
+def test_refresh_passes_opcheck() -> None:
+    """Its mutations are declared; its count is read, so it cannot be traced with symbols."""
+    carried, x = torch.eye(24, 7, device=DEVICE), torch.randn(60, 24, device=DEVICE)
+    passes = torch.zeros(1, dtype=torch.int64)
+    torch.library.opcheck(torch.ops.pamm.refresh.default, (carried, passes, x, 64))
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +88,7 @@ def step(
     return [parameter.grad.clone() for parameter in target.parameters()]
 
 
-@pytest.mark.parametrize("method", ["pamm", "uniform_crs"])
+@pytest.mark.parametrize("method", ["pamm", "subspace", "uniform_crs"])
 def test_a_compiled_model_gets_the_gradients_of_the_eager_one(method: str) -> None:
     config = pamm.PammConfig(method, ratio=1 / 8)
     eager, target = converted(config), converted(config)
@@ -89,9 +100,10 @@ def test_a_compiled_model_gets_the_gradients_of_the_eager_one(method: str) -> No
             assert torch.allclose(one, other, atol=1e-4)
 
 
-def test_no_recompilation_over_ten_steps_and_one_for_a_changed_length() -> None:
+@pytest.mark.parametrize("method", ["pamm", "subspace"])
+def test_no_recompilation_over_ten_steps_and_one_for_a_changed_length(method: str) -> None:
     counter = CompileCounterWithBackend("inductor")
-    target = converted()
+    target = converted(pamm.PammConfig(method, ratio=1 / 8))
     compiled = torch.compile(target, fullgraph=True, backend=counter)
     for number in range(10):
         step(compiled, target, number)
@@ -195,9 +207,26 @@ def test_copies_of_a_compiled_model_are_independent() -> None:
     assert groups(twin)[0].stream.position == 1
 
 
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="counts calls of the plain path")
+def test_a_compiled_group_encodes_and_refreshes_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    original = ops.subspace.encode
+    monkeypatch.setattr(
+        ops.subspace, "encode", lambda z, drawn: (seen.append(len(z)), original(z, drawn))[1]
+    )
+    target = converted(pamm.PammConfig("subspace"))
+    compiled = torch.compile(target, fullgraph=True)
+    for number in range(3):
+        seen.clear()
+        step(compiled, target, number)
+        assert seen == [40, 40]  # two blocks
+        assert [int(group.method.passes) for group in groups(target)] == [number + 1] * 2
+
+
 @pytest.mark.gpu
-def test_cuda_graphs_run_and_draw_anew() -> None:
-    target = converted()
+@pytest.mark.parametrize("method", ["pamm", "subspace"])
+def test_cuda_graphs_run_and_draw_anew(method: str) -> None:
+    target = converted(pamm.PammConfig(method, ratio=1 / 8))
     compiled = torch.compile(target, fullgraph=True, mode="reduce-overhead")
     x = torch.randn(2, 20, 16, device=DEVICE)
     seen = []
