@@ -6,29 +6,20 @@ is replaced: the projections themselves change class. So every model whose atten
 """
 
 import fnmatch
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 from torch import nn
 
 from pamm.compressors import compressor
 from pamm.config import PammConfig
 from pamm.errors import NothingToConvertError, PammError, PartialGroupError
-from pamm.nn import PammLinear, groups
+from pamm.groups import TARGETS, candidates
+from pamm.nn import Pamm, features, groups, is_linear, is_pamm
 from pamm.report import ConvertedGroup, Report, SkippedGroup
 from pamm.sharing import Group
 from pamm.stream import Stream
 
 Selector = str | Iterable[str] | Callable[[str], bool] | None
-
-SIBLINGS = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("query", "key", "value"),
-    ("qkv_proj",),
-    ("query_key_value",),
-    ("qkv",),
-    ("Wqkv",),
-)
-"""Names that layers reading one input carry, as children of one attention module."""
 
 
 def convert(
@@ -58,13 +49,13 @@ def convert(
         PartialGroupError: if ``include`` and ``exclude`` cut through a group.
 
     Example:
-        >>> attention = torch.nn.ModuleDict({n: torch.nn.Linear(8, 8) for n in SIBLINGS[0]})
+        >>> attention = torch.nn.ModuleDict({n: torch.nn.Linear(8, 8) for n in ("q_proj", "k_proj", "v_proj")})
         >>> convert(attention, PammConfig(ratio="1/128")).converted[0].in_features
         8
     """
     config = config or PammConfig()
     found, skipped = [], []
-    for name, layers in _find(model):
+    for name, layers in ((each.name, each.layers) for each in candidates(model, ("attention",))):
         chosen = [_selected(layer, include, exclude) for layer in layers]
         if any(chosen) and not all(chosen):
             left = ", ".join(layer for layer, take in zip(layers, chosen, strict=True) if not take)
@@ -88,17 +79,17 @@ def convert(
         stream = Stream(config.seed, name, config.backend, first.weight.device)
         group = Group(name, list(layers.values()), compressor(config), stream)
         for member, layer in enumerate(layers.values()):
-            PammLinear.adopt(layer, group, member)
-        widths = tuple(layer.out_features for layer in layers.values())
+            Pamm.adopt(layer, group, member)
+        widths = tuple(features(layer)[1] for layer in layers.values())
         converted.append(
-            ConvertedGroup(name, first.in_features, widths, first.weight.dtype, config)
+            ConvertedGroup(name, features(first)[0], widths, first.weight.dtype, config)
         )
     return Report(config, tuple(converted), tuple(skipped))
 
 
 def revert(model: nn.Module) -> int:
     """Make every converted layer a plain ``nn.Linear`` again; returns how many there were."""
-    layers = [module for module in model.modules() if isinstance(module, PammLinear)]
+    layers = [module for module in model.modules() if is_pamm(module)]
     for layer in layers:
         layer.release()
     return len(layers)
@@ -123,18 +114,6 @@ def seek(model: nn.Module, step: int) -> None:
         group.stream.seek(step)
 
 
-def _find(model: nn.Module) -> Iterator[tuple[str, dict[str, nn.Linear]]]:
-    """Name and layers of everything named like a group, convertible or not."""
-    for prefix, module in model.named_modules():
-        children = dict(module.named_children())
-        for names in SIBLINGS:
-            if all(name in children for name in names):
-                dot = f"{prefix}." if prefix else ""
-                layers = {f"{dot}{name}": children[name] for name in names}
-                group = f"{{{','.join(names)}}}" if len(names) > 1 else names[0]
-                yield f"{dot}{group}", layers  # type: ignore[misc]
-
-
 def _selected(name: str, include: Selector, exclude: Selector) -> bool:
     return (include is None or _matches(name, include)) and not (
         exclude is not None and _matches(name, exclude)
@@ -148,18 +127,18 @@ def _matches(name: str, selector: Selector) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _obstacle(layers: dict[str, nn.Linear]) -> str | None:
+def _obstacle(layers: dict[str, nn.Module]) -> str | None:
     """Why these layers cannot be one group, or None."""
     for name, layer in layers.items():
-        if isinstance(layer, PammLinear):
+        if is_pamm(layer):
             return "already converted"
-        if type(layer) is not nn.Linear:
+        if not is_linear(layer):
             return f"{name} is {type(layer).__name__}, not nn.Linear"
         if type(layer.weight) is not nn.Parameter:
             return f"the weight of {name} is {type(layer.weight).__name__}, not a plain Parameter"
         if not layer.weight.is_floating_point():
             return f"the weight of {name} is {layer.weight.dtype}"
-    sizes = {layer.in_features for layer in layers.values()}
+    sizes = {features(layer)[0] for layer in layers.values()}
     if len(sizes) > 1:
         return f"inputs of {' and '.join(map(str, sorted(sizes)))} features are not one tensor"
     if not any(layer.weight.requires_grad for layer in layers.values()):
@@ -168,7 +147,7 @@ def _obstacle(layers: dict[str, nn.Linear]) -> str | None:
 
 
 def _nothing(model: nn.Module, skipped: list[SkippedGroup]) -> str:
-    looked_for = ", ".join("/".join(names) for names in SIBLINGS)
+    looked_for = ", ".join("/".join(names) for names in TARGETS["attention"])
     if skipped:
         reasons = "; ".join(dict.fromkeys(f"{group.name}: {group.reason}" for group in skipped[:3]))
         more = f" (and {len(skipped) - 3} more)" if len(skipped) > 3 else ""

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from pamm.nn import PammLinear
+from pamm.nn import is_pamm
 
 
 def group_layers(model: nn.Module) -> dict[str, list[str]]:
     """Names of the layers of every converted group, under the name of the group."""
     layers: dict[str, list[str]] = {}
     for name, module in model.named_modules():
-        if isinstance(module, PammLinear):
+        if is_pamm(module):
             layers.setdefault(module.pamm_group.name, []).append(name)
     return layers
 
