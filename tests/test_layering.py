@@ -15,7 +15,7 @@ from pamm import reference
 SOURCE = Path(pamm.__file__).parent
 
 LAYERS = (
-    {"errors", "config", "types", "swap"},
+    {"errors", "config", "types", "swap", "naming", "example"},
     {"extras"},
     {"permutation", "reference"},
     {"kernels"},

@@ -44,7 +44,7 @@ def features(layer: nn.Module) -> tuple[int, int]:
 
 
 class Pamm(Swapped):
-    """What is mixed into a linear layer's class: it keeps a compressed input for its weight gradient.
+    """Mixed into a linear layer's class: it keeps a compressed input for its weight gradient.
 
     y = x W.T + bias, dx and dbias are those of the layer bit for bit; dW is approximate. Made by
     ``pamm.convert``, which swaps the class of an existing layer: Parameters, hooks, device,
@@ -87,7 +87,9 @@ class Pamm(Swapped):
 
     def extra_repr(self) -> str:
         """Shapes, and which group it is in: printing the model shows what was converted."""
-        return f"{super().extra_repr()}, group={self.pamm_group.name}"
+        return ", ".join(filter(None, (super().extra_repr(), f"group={self.pamm_group.name}")))
+
+    __repr__ = nn.Module.__repr__
 
 
 class PammLinear(Pamm, nn.Linear):

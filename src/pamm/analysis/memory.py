@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from pamm.nn import is_pamm
+from pamm.recompute import recomputed_groups
 
 
 def group_layers(model: nn.Module) -> dict[str, list[str]]:
@@ -18,7 +19,7 @@ def group_layers(model: nn.Module) -> dict[str, list[str]]:
     for name, module in model.named_modules():
         if is_pamm(module):
             layers.setdefault(module.pamm_group.name, []).append(name)
-    return layers
+    return layers | recomputed_groups(model)
 
 
 def saved_bytes(

@@ -9,6 +9,7 @@ from pamm.compressors.pamm import Pamm
 from pamm.compressors.protocol import Compressor, State
 from pamm.compressors.uniform_crs import UniformCRS
 from pamm.config import PammConfig
+from pamm.errors import PammError
 
 _METHODS = {"pamm": Pamm, "uniform_crs": UniformCRS, "exact": Exact}
 
@@ -16,5 +17,14 @@ __all__ = ["Compressor", "Exact", "Pamm", "State", "UniformCRS", "compressor"]
 
 
 def compressor(config: PammConfig) -> Compressor:
-    """The compressor that ``config.method`` names."""
+    """The compressor that ``config.method`` names.
+
+    Raises:
+        PammError: for ``"recompute"``, which needs the module that makes X.
+    """
+    if config.method not in _METHODS:
+        raise PammError(
+            f"method {config.method!r} works on modules: use pamm.convert. Here choose one of "
+            f"{', '.join(_METHODS)}."
+        )
     return _METHODS[config.method](config)
