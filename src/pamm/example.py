@@ -53,11 +53,12 @@ def _ids(config: Any) -> Tensor:
 
 
 def _image(config: Any) -> Tensor:
+    config = getattr(config, "vision_config", None) or config
     channels = _first(config, 3, "num_channels", "in_channels", "in_chans")
     size = _first(config, IMAGE, "image_size", "img_size")
     height, width = (size, size) if isinstance(size, int) else tuple(size)[-2:]
     frames = (config.num_frames,) if isinstance(getattr(config, "num_frames", None), int) else ()
-    return torch.empty(1, *frames, channels, height, width, device="meta")
+    return torch.empty(2, *frames, channels, height, width, device="meta")
 
 
 def _sound(config: Any) -> Tensor:

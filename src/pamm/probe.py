@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.fx.experimental import _config
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -137,6 +138,7 @@ def _undisturbed() -> Iterator[None]:
     try:
         with (
             compiler,
+            _config.patch(meta_nonzero_assume_all_nonzero=True),
             torch.random.fork_rng(devices=[]),
             torch.inference_mode(False),
             torch.enable_grad(),
@@ -173,8 +175,8 @@ class _Weightless(TorchDispatchMode):
             return torch.ones((), dtype=tensors[0].dtype).item()
         if func is aten.equal.default:
             return True
-        if func is aten.nonzero.default:  # as if nothing were zero
-            return torch.ones_like(tensors[0], dtype=torch.bool, device="cpu").nonzero()
+        if func is aten._grouped_mm.default and tensors[1].ndim == 3:  # on meta for bf16 alone
+            return tensors[0].new_empty(len(tensors[0]), tensors[1].shape[-1], device="meta")
         args, kwargs = tree_map_only(
             Tensor, lambda tensor: tensor if tensor.is_meta else tensor.to("meta"), (args, kwargs)
         )
@@ -200,6 +202,7 @@ class _Watch:
         self._alive: list[Tensor] = []  # so that no id is given to another tensor
         self._known: set[int] = set()
         self._made: dict[int, tuple[str, str | None]] = {}
+        self._versions: list[tuple[str, Tensor, int]] = []
         self._latest: dict[str, int] = {}
         self._inputs: dict[int, tuple[Tensor, Input]] = {}
         self._kept: dict[int, list[str]] = {}
@@ -220,7 +223,10 @@ class _Watch:
 
     def inputs(self) -> list[Input]:
         """What the linear layers received, in the order they did."""
+        changed = {name for name, tensor, was in self._versions if tensor._version != was}
         for tensor, found in self._inputs.values():
+            if found.maker in changed:
+                found.obstacle = found.obstacle or "returns what is written to afterwards"
             found.keepers = list(dict.fromkeys(self._kept.get(_storage(tensor), ())))
         return [found for _, found in self._inputs.values()]
 
@@ -267,6 +273,7 @@ class _Watch:
             for tensor in tree_leaves(output):
                 if isinstance(tensor, Tensor) and self._meet(tensor):
                     self._made[id(tensor)] = name, obstacle
+                    self._versions.append((name, tensor, tensor._version))
                     self._latest[name] = id(tensor)
 
         return hook
