@@ -15,7 +15,7 @@ from pamm import reference
 SOURCE = Path(pamm.__file__).parent
 
 LAYERS = (
-    {"errors", "config", "types"},
+    {"errors", "config", "types", "swap", "naming", "example"},
     {"extras"},
     {"permutation", "reference", "subspace"},
     {"kernels"},
@@ -24,6 +24,7 @@ LAYERS = (
     {"compressors"},
     {"autograd", "functional"},
     {"sharing", "nn", "recompute"},
+    {"groups", "probe"},
     {"report", "surgery", "optim"},
     {"integrations"},
     {"analysis"},

@@ -5,9 +5,10 @@ import torch
 from torch import nn
 
 import pamm
-from pamm.surgery import SIBLINGS
+from pamm.groups import TARGETS
 from tests.helpers import Attention, Model, pamm_layers
 
+SIBLINGS = TARGETS["attention"]
 CONFIG = pamm.PammConfig(ratio=1 / 8)
 
 

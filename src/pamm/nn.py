@@ -1,49 +1,85 @@
-"""``nn.Linear`` whose weight gradient comes from a compressed input."""
+"""Linear layers whose weight gradient comes from a compressed input."""
 
 from collections.abc import Callable
+from typing import Any, TypeGuard
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from pamm.functional import cast_like_autocast, linear_from_state
 from pamm.sharing import Group
+from pamm.swap import Swapped, mixed, restore
 
 
-class PammLinear(nn.Linear):
-    """An ``nn.Linear`` that keeps a compressed input for its weight gradient.
+def is_conv1d(layer: nn.Module) -> bool:
+    """Whether this is GPT-2's ``Conv1D`` from Transformers: a linear layer, its weight (in, out).
 
-    y = x W.T + bias, dx and dbias are those of ``nn.Linear`` bit for bit; dW is approximate. Made
-    by ``pamm.convert``, which swaps the class of an existing layer: Parameters, hooks, device,
+    Told by its name and its shapes, because this file does not import Transformers.
+    """
+    weight, bias = getattr(layer, "weight", None), getattr(layer, "bias", None)
+    return (
+        type(layer).__name__ == "Conv1D"
+        and isinstance(weight, Tensor)
+        and isinstance(bias, Tensor)
+        and weight.ndim == 2
+        and bias.shape == weight.shape[1:]
+    )
+
+
+def is_linear(layer: nn.Module) -> bool:
+    """Whether ``layer`` is of a class that can be converted: y = x W.T + bias and nothing else.
+
+    Subclasses are not: they may have a forward of their own.
+    """
+    return type(layer) is nn.Linear or is_conv1d(layer)
+
+
+def features(layer: nn.Module) -> tuple[int, int]:
+    """In and out features of a layer, converted or not."""
+    weight = layer.weight
+    assert isinstance(weight, Tensor)
+    rows, columns = weight.shape
+    return (columns, rows) if isinstance(layer, nn.Linear) else (rows, columns)
+
+
+class Pamm(Swapped):
+    """Mixed into a linear layer's class: it keeps a compressed input for its weight gradient.
+
+    y = x W.T + bias, dx and dbias are those of the layer bit for bit; dW is approximate. Made by
+    ``pamm.convert``, which swaps the class of an existing layer: Parameters, hooks, device,
     state_dict keys and optimizers already built stay as they are.
 
-    With the layer in eval mode, its weight frozen or gradients off, it is plain ``nn.Linear``.
+    With the layer in eval mode, its weight frozen or gradients off, it is the plain layer.
     """
 
+    weight: nn.Parameter
+    bias: nn.Parameter | None
     pamm_group: Group
     pamm_member: int
 
     @staticmethod
-    def adopt(layer: nn.Linear, group: Group, member: int) -> None:
-        """Turn ``layer`` into a ``PammLinear`` in place, as number ``member`` of ``group``."""
-        layer.__class__ = PammLinear
+    def adopt(layer: nn.Module, group: Group, member: int) -> None:
+        """Turn ``layer`` into a converted layer in place, as number ``member`` of ``group``."""
+        if not is_pamm(layer):
+            layer.__class__ = PammLinear if type(layer) is nn.Linear else mixed(Pamm, type(layer))
         layer.pamm_group, layer.pamm_member = group, member  # type: ignore[assignment]
 
     def release(self) -> None:
-        """Turn this layer back into a plain ``nn.Linear`` in place."""
+        """Turn this layer back into what it was, in place."""
         del self.pamm_group, self.pamm_member
-        self.__class__ = nn.Linear  # pyright: ignore[reportAttributeAccessIssue]
+        restore(self)
 
     def forward(self, input: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch m"]:
         """x W.T + bias."""
         if not (self.training and self.weight.requires_grad and torch.is_grad_enabled()):
-            return F.linear(input, self.weight, self.bias)
-        x, weight, bias = cast_like_autocast(input, self.weight, self.bias)
+            return super().forward(input)  # type: ignore[misc]
+        weight = self.weight if isinstance(self, nn.Linear) else self.weight.T
+        x, weight, bias = cast_like_autocast(input, weight, self.bias)
         state = self.pamm_group.state(self.pamm_member, input, x)
         return linear_from_state(x, weight, bias, self.pamm_group.method, state)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "PammLinear":
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """``.to(device)`` takes the group along: a compiled layer would notice it move later."""
         super()._apply(fn, recurse)
         self.pamm_group.move(self.weight.device)
@@ -51,10 +87,23 @@ class PammLinear(nn.Linear):
 
     def extra_repr(self) -> str:
         """Shapes, and which group it is in: printing the model shows what was converted."""
-        return f"{super().extra_repr()}, group={self.pamm_group.name}"
+        return ", ".join(filter(None, (super().extra_repr(), f"group={self.pamm_group.name}")))
+
+    __repr__ = nn.Module.__repr__
+
+
+class PammLinear(Pamm, nn.Linear):
+    """An ``nn.Linear`` that keeps a compressed input for its weight gradient (see ``Pamm``)."""
+
+    __reduce_ex__ = object.__reduce_ex__  # this class can be imported
+
+
+def is_pamm(layer: nn.Module) -> TypeGuard[Pamm]:
+    """Whether ``layer`` is converted."""
+    return isinstance(layer, Pamm)
 
 
 def groups(model: nn.Module) -> list[Group]:
     """The groups of a converted model, each once, in the order of its modules."""
-    found = {id(m.pamm_group): m.pamm_group for m in model.modules() if isinstance(m, PammLinear)}
+    found = {id(m.pamm_group): m.pamm_group for m in model.modules() if is_pamm(m)}
     return list(found.values())

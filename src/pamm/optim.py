@@ -5,7 +5,7 @@ from typing import Any
 from torch import nn
 
 from pamm.errors import PammError
-from pamm.nn import PammLinear
+from pamm.nn import is_pamm
 
 
 def param_groups(
@@ -40,7 +40,7 @@ def param_groups(
     if not weight_decay >= 0:
         raise PammError(f"weight_decay is {weight_decay!r}; give a number, 0 or above.")
 
-    reduced = {id(m.weight) for m in model.modules() if isinstance(m, PammLinear)}
+    reduced = {id(m.weight) for m in model.modules() if is_pamm(m)}
     split: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for parameter in model.parameters():  # yields each parameter once
         if parameter.requires_grad:

@@ -9,18 +9,17 @@ Gradients are those of exact training, bit for bit. Under torch.compile the modu
 in the graph, and the compiler computes X again for its readers by itself.
 """
 
-import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from pamm.functional import cast_like_autocast
+from pamm.swap import Swapped, restore, swap
 
 Packed = tuple["Recomputation", int]
 
@@ -112,8 +111,8 @@ def _unpack(packed: "Packed | Tensor") -> Tensor:
     return recomputation.saved(number)
 
 
-class Recomputed(nn.Module):
-    """Mixed into the class of the module that makes X, by ``recomputed``."""
+class Recomputed(Swapped):
+    """Mixed into the class of the module that makes X: its output is made again in backward."""
 
     pamm_current: Recomputation | None
 
@@ -135,34 +134,23 @@ class Recomputed(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "pamm_current": None}
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        base = type(self).__bases__[1]
-        return _rebuild, (base,), self.__getstate__()
 
+class Recomputing(Swapped):
+    """Mixed into a linear layer's class: it keeps no input where ``pamm_source`` made it."""
 
-@functools.cache
-def recomputed(base: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of ``base`` whose output is made again in backward."""
-    return type(f"Recomputed{base.__name__}", (Recomputed, base), {"__module__": base.__module__})
-
-
-def _rebuild(base: type[nn.Module]) -> nn.Module:
-    return recomputed(base).__new__(recomputed(base))
-
-
-class RecomputingLinear(nn.Linear):
-    """An ``nn.Linear`` that keeps no input where ``pamm_source`` can make it again."""
-
+    weight: nn.Parameter
     pamm_source: Recomputed
+    pamm_group_name: str
 
     def forward(self, input: Tensor) -> Tensor:
         """x W.T + bias."""
+        plain = super().forward  # type: ignore[misc]
         made = None
         if self.weight.requires_grad and torch.is_grad_enabled():
             made = self.pamm_source.pamm_made(input)
         if made is None or torch.compiler.is_compiling():
-            return F.linear(input, self.weight, self.bias)
-        x, weight, bias = cast_like_autocast(input, self.weight, self.bias)
+            return plain(input)
+        x, *_ = cast_like_autocast(input, self.weight, None)
         address, dtype, keeper = x.untyped_storage().data_ptr(), x.dtype, input.grad_fn
 
         def pack(tensor: Tensor) -> Any:
@@ -176,23 +164,39 @@ class RecomputingLinear(nn.Linear):
             return made.output(keeper).to(dtype).as_strided(*packed)
 
         with saved_tensors_hooks(pack, unpack):
-            return F.linear(x, weight, bias)
+            return plain(x)
 
 
-def attach(source: nn.Module, readers: list[nn.Linear]) -> None:
-    """Let ``readers`` take their input from ``source`` again in backward, in place."""
-    source.__class__ = recomputed(type(source))
-    source.pamm_current = None  # type: ignore[assignment]
+def attach(source: nn.Module, readers: Iterable[nn.Module], name: str = "") -> None:
+    """Let ``readers``, the group ``name``, take their input from ``source`` again, in place."""
+    if not isinstance(source, Recomputed):  # which may feed several groups
+        swap(source, Recomputed)
+        source.pamm_current = None  # type: ignore[assignment]
     for reader in readers:
-        reader.__class__ = RecomputingLinear
+        swap(reader, Recomputing)
         # Not as a submodule: names and parameters of the model stay as they are.
-        reader.__dict__["pamm_source"] = source
+        reader.__dict__.update(pamm_source=source, pamm_group_name=name)
 
 
-def detach(source: nn.Module, readers: list[nn.Linear]) -> None:
-    """Undo ``attach``."""
-    source.__class__ = type(source).__bases__[1]
-    del source.pamm_current
-    for reader in readers:
-        reader.__class__ = nn.Linear
-        del reader.__dict__["pamm_source"]
+def detach(model: nn.Module) -> int:
+    """Undo every ``attach`` in ``model``; returns the number of readers there were."""
+    readers = 0
+    for module in model.modules():
+        if isinstance(module, Recomputing):
+            del module.__dict__["pamm_source"], module.__dict__["pamm_group_name"]
+            readers += 1
+        elif isinstance(module, Recomputed):
+            del module.pamm_current
+        else:
+            continue
+        restore(module)
+    return readers
+
+
+def recomputed_groups(model: nn.Module) -> dict[str, list[str]]:
+    """Names of the layers of every group whose input is recomputed, under the group's name."""
+    layers: dict[str, list[str]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Recomputing):
+            layers.setdefault(module.pamm_group_name, []).append(name)
+    return layers

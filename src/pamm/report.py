@@ -2,7 +2,6 @@
 
 import dataclasses
 import io
-import re
 
 import torch
 from rich.console import Console
@@ -10,6 +9,7 @@ from rich.table import Table
 
 from pamm.compressors import compressor
 from pamm.config import PammConfig
+from pamm.naming import merge_names, pattern
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +21,8 @@ class ConvertedGroup:
     out_features: tuple[int, ...]
     dtype: torch.dtype
     config: PammConfig
+    confirmed: bool = True
+    """Whether a forward pass showed that nothing else keeps X; else by names alone."""
 
     def exact_bytes(self, tokens: int) -> int:
         """Bytes of X, which exact training keeps once for the whole group."""
@@ -28,6 +30,8 @@ class ConvertedGroup:
 
     def held_bytes(self, tokens: int) -> int:
         """Bytes kept in place of X, once for the whole group."""
+        if self.config.method == "recompute":
+            return 0
         return compressor(self.config).state_bytes(tokens, self.in_features, self.dtype)
 
     def paper_bytes(self, tokens: int) -> int:
@@ -55,6 +59,8 @@ class Report:
     config: PammConfig
     converted: tuple[ConvertedGroup, ...]
     skipped: tuple[SkippedGroup, ...]
+    problem: str | None = None
+    """Why no forward pass could confirm the groups, if so."""
 
     def exact_bytes(self, tokens: int) -> int:
         """Bytes of all inputs X of the converted groups."""
@@ -71,7 +77,9 @@ class Report:
     def table(self, tokens: int = 32_768) -> str:
         """A table for one forward pass over ``tokens`` tokens; equal groups share a line."""
         config = self.config
-        settings = f"{config.method}, ratio {format_ratio(config.ratio)}"
+        settings = config.method
+        if config.method not in ("exact", "recompute"):
+            settings += f", ratio {format_ratio(config.ratio)}"
         if config.tolerance is not None:
             settings += f", tolerance {config.tolerance:g}"
         table = Table(
@@ -99,6 +107,8 @@ class Report:
         console.print(table)
         for name, reason in self._skipped():
             console.print(f"skipped {name}: {reason}", markup=False, highlight=False)
+        for note in self._unconfirmed():
+            console.print(note, markup=False, highlight=False)
         lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
         return "\n".join(line.rstrip() for line in lines)
 
@@ -108,31 +118,28 @@ class Report:
     def _alike(self) -> list[list[ConvertedGroup]]:
         lines: dict[object, list[ConvertedGroup]] = {}
         for group in self.converted:
-            key = (_pattern(group.name), group.in_features, group.out_features, group.dtype)
+            key = (pattern(group.name), group.in_features, group.out_features, group.dtype)
             lines.setdefault(key, []).append(group)
         return list(lines.values())
+
+    def _unconfirmed(self) -> list[str]:
+        if self.problem:
+            return [f"groups found by names alone, not confirmed by a forward pass: {self.problem}"]
+        names: dict[str, list[str]] = {}
+        for group in self.converted:
+            if not group.confirmed:
+                names.setdefault(pattern(group.name), []).append(group.name)
+        return [
+            f"{merge_names(alike)} by names alone: the forward pass that confirms groups did not "
+            "run them"
+            for alike in names.values()
+        ]
 
     def _skipped(self) -> list[tuple[str, str]]:
         lines: dict[tuple[str, str], list[str]] = {}
         for group in self.skipped:
-            lines.setdefault((_pattern(group.name), group.reason), []).append(group.name)
+            lines.setdefault((pattern(group.name), group.reason), []).append(group.name)
         return [(merge_names(names), reason) for (_, reason), names in lines.items()]
-
-
-def merge_names(names: list[str]) -> str:
-    """``layers.0.attn``, ``layers.1.attn``, ... as ``layers.{0..1}.attn``."""
-    numbers = [re.findall(r"(?<=\.)\d+(?=\.)", name) for name in names]
-    merged = names[0]
-    for position in range(len(numbers[0])):
-        values = sorted({int(number[position]) for number in numbers})
-        if len(values) > 1:
-            whole = values == list(range(values[0], values[-1] + 1))
-            text = f"{values[0]}..{values[-1]}" if whole else ",".join(map(str, values))
-            matches = list(re.finditer(r"(?<=\.)[^.]+(?=\.)", merged))
-            spans = [m for m in matches if m.group().isdigit() or m.group().startswith("{")]
-            start, end = spans[position].span()
-            merged = f"{merged[:start]}{{{text}}}{merged[end:]}"
-    return merged
 
 
 def format_bytes(count: float) -> str:
@@ -147,7 +154,3 @@ def format_bytes(count: float) -> str:
 def format_ratio(ratio: float) -> str:
     """0.0078125 -> '1/128'."""
     return f"1/{1 / ratio:.0f}" if ratio < 1 and (1 / ratio).is_integer() else f"{ratio:g}"
-
-
-def _pattern(name: str) -> str:
-    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)

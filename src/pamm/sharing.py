@@ -44,7 +44,7 @@ class Group:
     """
 
     def __init__(
-        self, name: str, layers: list[nn.Linear], method: Compressor, stream: Stream
+        self, name: str, layers: list[nn.Module], method: Compressor, stream: Stream
     ) -> None:
         self.name = name
         self.layers = layers
@@ -80,7 +80,7 @@ class Group:
         finds the same operations on the same tensors, keeps one of them. So all must draw the same
         rows: the first trained member draws, the others draw again.
         """
-        first = next(i for i, layer in enumerate(self.layers) if layer.weight.requires_grad)
+        first = next(i for i, m in enumerate(self.layers) if m.weight.requires_grad)  # type: ignore[union-attr]
         leads = member == first
         draw = self.stream.draw if leads else self.stream.draw_again
         return compress_rows(self.method, cast, draw, advance=leads)

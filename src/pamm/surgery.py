@@ -6,29 +6,23 @@ is replaced: the projections themselves change class. So every model whose atten
 """
 
 import fnmatch
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 from torch import nn
 
 from pamm.compressors import compressor
 from pamm.config import PammConfig
 from pamm.errors import NothingToConvertError, PammError, PartialGroupError
-from pamm.nn import PammLinear, groups
+from pamm.example import Example
+from pamm.groups import TARGETS, Found, find
+from pamm.nn import Pamm, features, groups, is_linear, is_pamm
+from pamm.probe import Input, probe
+from pamm.recompute import Recomputing, attach, detach, recomputed_groups
 from pamm.report import ConvertedGroup, Report, SkippedGroup
 from pamm.sharing import Group
 from pamm.stream import Stream
 
 Selector = str | Iterable[str] | Callable[[str], bool] | None
-
-SIBLINGS = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("query", "key", "value"),
-    ("qkv_proj",),
-    ("query_key_value",),
-    ("qkv",),
-    ("Wqkv",),
-)
-"""Names that layers reading one input carry, as children of one attention module."""
 
 
 def convert(
@@ -37,11 +31,16 @@ def convert(
     *,
     include: Selector = None,
     exclude: Selector = None,
+    targets: str | Iterable[str] = "attention",
+    widen: bool = False,
+    example: Example | None = None,
 ) -> Report:
     """Convert q, k and v of every attention block, in place; training code stays as it is.
 
-    A group is converted as a whole or not at all: X is freed only when every layer that reads it
-    lets go of it.
+    A group is converted as a whole or not at all: X is freed only when everything that keeps it
+    lets go of it. Groups are found by names and confirmed by one forward pass of a copy without
+    weights (``pamm.probe``), which takes about a second for a large model. Call it again for other
+    layers with other settings: a vision tower, or gate and up of the MLP.
 
     Args:
         model: any module. Its Parameters, state_dict keys, hooks and optimizers are not touched.
@@ -49,6 +48,11 @@ def convert(
         include: convert only layers whose full name matches: a pattern (``"model.layers.*"``),
             several, or a function of the name. Everything by default.
         exclude: leave layers out, in the same ways.
+        targets: ``"attention"`` (q, k, v), ``"mlp"`` (gate and up, or the first layer), or both.
+        widen: where other linear layers read the same X (the MLP of a parallel block, a gate),
+            convert those too. Without it such a group is skipped, with the reason.
+        example: arguments of the model's forward for the probe: one tensor, a tuple, or a mapping.
+            Models of Transformers need none. Without one other models are converted by names.
 
     Returns:
         ``Report``: groups converted, groups skipped and why, bytes per group. Print it.
@@ -56,54 +60,77 @@ def convert(
     Raises:
         NothingToConvertError: if no group was converted. Says what was looked for.
         PartialGroupError: if ``include`` and ``exclude`` cut through a group.
+        PammError: if ``targets`` has an unknown name.
 
     Example:
-        >>> attention = torch.nn.ModuleDict({n: torch.nn.Linear(8, 8) for n in SIBLINGS[0]})
+        >>> attention = torch.nn.ModuleDict({"query": torch.nn.Linear(8, 8)})
+        >>> attention.update({"key": torch.nn.Linear(8, 8), "value": torch.nn.Linear(8, 8)})
         >>> convert(attention, PammConfig(ratio="1/128")).converted[0].in_features
         8
     """
     config = config or PammConfig()
-    found, skipped = [], []
-    for name, layers in _find(model):
-        chosen = [_selected(layer, include, exclude) for layer in layers]
-        if any(chosen) and not all(chosen):
-            left = ", ".join(layer for layer, take in zip(layers, chosen, strict=True) if not take)
-            raise PartialGroupError(
-                f"include and exclude select part of the group {name} and leave out {left}. That "
-                "frees no memory, because the layers left out keep the same input. Select all "
-                "layers of a group, or none."
-            )
-        if not any(chosen):
-            skipped.append(SkippedGroup(name, "not selected by include and exclude"))
-        elif reason := _obstacle(layers):
-            skipped.append(SkippedGroup(name, reason))
+    targets = _targets(targets)
+    inputs, problem = _probe(model, example)
+    found: list[Found] = []
+    skipped = []
+    for group in find(model, targets, inputs, widen):
+        if reason := _reason(group, config, include, exclude):
+            skipped.append(SkippedGroup(group.name, reason))
         else:
-            found.append((name, layers))
+            found.append(group)
     if not found:
-        raise NothingToConvertError(_nothing(model, skipped))
+        raise NothingToConvertError(_nothing(model, targets, skipped))
+    converted = tuple(_convert(model, group, config) for group in found)
+    return Report(config, converted, tuple(skipped), problem)
 
-    converted = []
-    for name, layers in found:
-        first = next(iter(layers.values()))
-        stream = Stream(config.seed, name, config.backend, first.weight.device)
+
+def _targets(targets: str | Iterable[str]) -> list[str]:
+    names = [targets] if isinstance(targets, str) else list(targets)
+    unknown = [name for name in names if name not in TARGETS]
+    if unknown or not names:
+        raise PammError(f"targets is {targets!r}; choose from {', '.join(TARGETS)}.")
+    return names
+
+
+def _probe(model: nn.Module, example: Example | None) -> tuple[list[Input] | None, str | None]:
+    """What a probe saw, or why there is none: whatever goes wrong in it is no one's error here."""
+    try:
+        return probe(model, example), None
+    except Exception as error:
+        text = " ".join(str(error).split())
+        return None, text if isinstance(error, PammError) else f"{type(error).__name__}: {text}"
+
+
+def _convert(model: nn.Module, found: Found, config: PammConfig) -> ConvertedGroup:
+    layers = list(found.layers.values())
+    weight = layers[0].weight
+    sizes = [features(layer) for layer in layers]
+    if config.method == "recompute":
+        assert found.source is not None
+        attach(model.get_submodule(found.source), layers, found.name)
+    else:
+        stream = Stream(config.seed, found.name, config.backend, weight.device)  # type: ignore[arg-type]
         method = compressor(config)
-        method.prepare(first.in_features, first.weight.device)
-        group = Group(name, list(layers.values()), method, stream)
-        for member, layer in enumerate(layers.values()):
-            PammLinear.adopt(layer, group, member)
-        widths = tuple(layer.out_features for layer in layers.values())
-        converted.append(
-            ConvertedGroup(name, first.in_features, widths, first.weight.dtype, config)
-        )
-    return Report(config, tuple(converted), tuple(skipped))
+        method.prepare(sizes[0][0], weight.device)  # type: ignore[arg-type]
+        group = Group(found.name, layers, method, stream)
+        for member, layer in enumerate(layers):
+            Pamm.adopt(layer, group, member)
+    return ConvertedGroup(
+        found.name,
+        sizes[0][0],
+        tuple(out for _, out in sizes),
+        weight.dtype,  # type: ignore[arg-type]
+        config,
+        found.confirmed,
+    )
 
 
 def revert(model: nn.Module) -> int:
-    """Make every converted layer a plain ``nn.Linear`` again; returns how many there were."""
-    layers = [module for module in model.modules() if isinstance(module, PammLinear)]
+    """Give every converted layer its own class again; returns how many there were."""
+    layers = [module for module in model.modules() if is_pamm(module)]
     for layer in layers:
         layer.release()
-    return len(layers)
+    return len(layers) + detach(model)
 
 
 def seek(model: nn.Module, step: int) -> None:
@@ -119,22 +146,10 @@ def seek(model: nn.Module, step: int) -> None:
     if step < 0:
         raise PammError(f"step is {step}; give the number of the training step, 0 or above.")
     found = groups(model)
-    if not found:
+    if not found and not recomputed_groups(model):
         raise PammError("this model has no PAMM layers; call pamm.convert(model) first.")
     for group in found:
         group.stream.seek(step)
-
-
-def _find(model: nn.Module) -> Iterator[tuple[str, dict[str, nn.Linear]]]:
-    """Name and layers of everything named like a group, convertible or not."""
-    for prefix, module in model.named_modules():
-        children = dict(module.named_children())
-        for names in SIBLINGS:
-            if all(name in children for name in names):
-                dot = f"{prefix}." if prefix else ""
-                layers = {f"{dot}{name}": children[name] for name in names}
-                group = f"{{{','.join(names)}}}" if len(names) > 1 else names[0]
-                yield f"{dot}{group}", layers  # type: ignore[misc]
 
 
 def _selected(name: str, include: Selector, exclude: Selector) -> bool:
@@ -150,18 +165,46 @@ def _matches(name: str, selector: Selector) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _obstacle(layers: dict[str, nn.Linear]) -> str | None:
+def _reason(group: Found, config: PammConfig, include: Selector, exclude: Selector) -> str | None:
+    """Why ``group`` is not converted, or None.
+
+    Raises:
+        PartialGroupError: if some, but not all, layers of one module are selected.
+    """
+    chosen = {name: _selected(name, include, exclude) for name in group.named}
+    if not any(chosen.values()):
+        return "not selected by include and exclude"
+    if not all(chosen.values()):
+        left = [name for name in group.layers if not chosen.get(name, True)]
+        cut = {name.rpartition(".")[0] for name in left}
+        if cut & {name.rpartition(".")[0] for name, take in chosen.items() if take}:
+            raise PartialGroupError(
+                f"include and exclude select part of the group {group.name} and leave out "
+                f"{', '.join(left)}. That frees no memory, because the layers left out keep the "
+                "same input. Select all layers of a group, or none."
+            )
+        return f"selected in part, and {', '.join(left)} keep the same input"
+    if widened := [n for n in group.layers if not _selected(n, None, exclude)]:
+        return f"the same input is kept by {', '.join(widened)}, which is excluded"
+    if reason := _obstacle(group.layers) or group.reason:
+        return reason
+    if config.method == "recompute" and group.source is None:
+        return f"{group.no_source}: it cannot be made again in backward"
+    return None
+
+
+def _obstacle(layers: dict[str, nn.Module]) -> str | None:
     """Why these layers cannot be one group, or None."""
     for name, layer in layers.items():
-        if isinstance(layer, PammLinear):
+        if isinstance(layer, Pamm | Recomputing):
             return "already converted"
-        if type(layer) is not nn.Linear:
+        if not is_linear(layer):
             return f"{name} is {type(layer).__name__}, not nn.Linear"
         if type(layer.weight) is not nn.Parameter:
             return f"the weight of {name} is {type(layer.weight).__name__}, not a plain Parameter"
         if not layer.weight.is_floating_point():
             return f"the weight of {name} is {layer.weight.dtype}"
-    sizes = {layer.in_features for layer in layers.values()}
+    sizes = {features(layer)[0] for layer in layers.values()}
     if len(sizes) > 1:
         return f"inputs of {' and '.join(map(str, sorted(sizes)))} features are not one tensor"
     if not any(layer.weight.requires_grad for layer in layers.values()):
@@ -169,13 +212,14 @@ def _obstacle(layers: dict[str, nn.Linear]) -> str | None:
     return None
 
 
-def _nothing(model: nn.Module, skipped: list[SkippedGroup]) -> str:
-    looked_for = ", ".join("/".join(names) for names in SIBLINGS)
+def _nothing(model: nn.Module, targets: list[str], skipped: list[SkippedGroup]) -> str:
+    kind = type(model).__name__
     if skipped:
         reasons = "; ".join(dict.fromkeys(f"{group.name}: {group.reason}" for group in skipped[:3]))
         more = f" (and {len(skipped) - 3} more)" if len(skipped) > 3 else ""
-        return f"no group of {type(model).__name__} was converted. {reasons}{more}."
+        return f"no group of {kind} was converted. {reasons}{more}."
+    looked_for = ", ".join("/".join(names) for target in targets for names in TARGETS[target])
     return (
-        f"{type(model).__name__} has no attention projections named {looked_for} as children of "
-        "one module. Look at the names with print(model)."
+        f"{kind} has no {' or '.join(targets)} projections named {looked_for} as children of one "
+        "module. Look at the names with print(model)."
     )

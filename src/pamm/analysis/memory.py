@@ -9,16 +9,17 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from pamm.nn import PammLinear
+from pamm.nn import is_pamm
+from pamm.recompute import recomputed_groups
 
 
 def group_layers(model: nn.Module) -> dict[str, list[str]]:
     """Names of the layers of every converted group, under the name of the group."""
     layers: dict[str, list[str]] = {}
     for name, module in model.named_modules():
-        if isinstance(module, PammLinear):
+        if is_pamm(module):
             layers.setdefault(module.pamm_group.name, []).append(name)
-    return layers
+    return layers | recomputed_groups(model)
 
 
 def saved_bytes(

@@ -18,7 +18,7 @@ from pamm.bench.records import Record, environment
 from pamm.bench.timing import interleave
 from pamm.config import PammConfig
 from pamm.errors import PammError
-from pamm.nn import PammLinear
+from pamm.nn import is_pamm
 
 _FORWARD, _BACKWARD = "pamm projection", "CompressedLinearBackward"
 
@@ -77,7 +77,7 @@ def bench_breakdown(
     medians = interleave({arm_name: step}, device, repeats, 2, between)[arm_name]
 
     for layer in arm.modules():
-        if isinstance(layer, PammLinear):
+        if is_pamm(layer):
             _mark_forward(layer)
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":

@@ -10,6 +10,7 @@ from pamm.compressors.protocol import Compressor, Memoryless, State
 from pamm.compressors.subspace import Subspace
 from pamm.compressors.uniform_crs import UniformCRS
 from pamm.config import PammConfig
+from pamm.errors import PammError
 
 _METHODS = {"pamm": Pamm, "subspace": Subspace, "uniform_crs": UniformCRS, "exact": Exact}
 
@@ -26,5 +27,14 @@ __all__ = [
 
 
 def compressor(config: PammConfig) -> Compressor:
-    """The compressor that ``config.method`` names."""
+    """The compressor that ``config.method`` names.
+
+    Raises:
+        PammError: for ``"recompute"``, which needs the module that makes X.
+    """
+    if config.method not in _METHODS:
+        raise PammError(
+            f"method {config.method!r} works on modules: use pamm.convert. Here choose one of "
+            f"{', '.join(_METHODS)}."
+        )
     return _METHODS[config.method](config)

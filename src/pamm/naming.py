@@ -1,0 +1,66 @@
+"""Full names of many layers, written short: ``layers.{0..11}.attn.{q_proj,k_proj}``."""
+
+import re
+from collections.abc import Iterable
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+def group_name(layers: Iterable[str]) -> str:
+    """One name for layers that read one input.
+
+    Example:
+        >>> group_name(["a.0.q", "a.0.k"]), group_name(["a.0.k", "a.0.v", "a.1.k", "a.1.v"])
+        ('a.0.{q,k}', 'a.{0..1}.{k,v}')
+        >>> group_name(["a.0.attn.q", "a.0.mlp.fc1"])
+        'a.0.{attn.q,mlp.fc1}'
+    """
+    children: dict[str, list[str]] = {}
+    for layer in layers:
+        parent, _, child = f".{layer}".rpartition(".")
+        children.setdefault(parent, []).append(child)
+    alike: dict[object, list[str]] = {}
+    for parent, names in children.items():
+        alike.setdefault((pattern(f"{parent}."), *names), []).append(parent)
+    texts = []
+    for parents in alike.values():
+        merged = merge_names([f"{parent}." for parent in parents])
+        texts.append(merged.removeprefix(".") + _listed(children[parents[0]]))
+    common = _common_prefix(texts)
+    return common + _listed([text.removeprefix(common) for text in texts])
+
+
+def merge_names(names: list[str]) -> str:
+    """``layers.0.attn``, ``layers.1.attn``, ... as ``layers.{0..1}.attn``."""
+    numbers = [_NUMBER.findall(name) for name in names]
+    merged = names[0]
+    for position in range(len(numbers[0])):
+        values = sorted({int(number[position]) for number in numbers})
+        if len(values) > 1:
+            whole = values == list(range(values[0], values[-1] + 1))
+            text = f"{values[0]}..{values[-1]}" if whole else ",".join(map(str, values))
+            matches = list(re.finditer(r"(?<=\.)[^.]+(?=\.)", merged))
+            spans = [m for m in matches if m.group().isdigit() or m.group().startswith("{")]
+            start, end = spans[position].span()
+            merged = f"{merged[:start]}{{{text}}}{merged[end:]}"
+    return merged
+
+
+def pattern(name: str) -> str:
+    """The name with a star for each number: equal for the same layer of all blocks."""
+    return _NUMBER.sub("*", name)
+
+
+def _listed(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{{{','.join(names)}}}"
+
+
+def _common_prefix(names: list[str]) -> str:
+    """Of whole parts, with the dot after them."""
+    if len(names) == 1:
+        return ""
+    parts = [name.split(".") for name in names]
+    length = 0
+    while len({tuple(part[: length + 1]) for part in parts}) == 1:
+        length += 1
+    return "".join(f"{part}." for part in parts[0][:length])
