@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 
 from torch import nn
 
+from pamm.adapters import PammAdapter, attach_adapters, detach_adapters, dtypes, is_adapter, is_cast
 from pamm.compressors import compressor
 from pamm.config import PammConfig
 from pamm.errors import NothingToConvertError, PammError, PartialGroupError
@@ -74,7 +75,10 @@ def convert(
     found: list[Found] = []
     skipped = []
     for group in find(model, targets, inputs, widen):
-        if reason := _reason(group, config, include, exclude):
+        if config.method == "recompute" and is_cast(model, group.layers):
+            reason = "PEFT casts X to the dtype of the adapter, and the copy is not made again"
+            skipped.append(SkippedGroup(group.name, reason))
+        elif reason := _reason(group, config, include, exclude):
             skipped.append(SkippedGroup(group.name, reason))
         else:
             found.append(group)
@@ -113,13 +117,14 @@ def _convert(model: nn.Module, found: Found, config: PammConfig) -> ConvertedGro
         method = compressor(config)
         method.prepare(sizes[0][0], weight.device)  # type: ignore[arg-type]
         group = Group(found.name, layers, method, stream)
-        for member, layer in enumerate(layers):
-            Pamm.adopt(layer, group, member)
+        for member, (name, layer) in enumerate(found.layers.items()):
+            (PammAdapter if is_adapter(model, name) else Pamm).adopt(layer, group, member)
+        attach_adapters(model, found.layers)
     return ConvertedGroup(
         found.name,
         sizes[0][0],
         tuple(out for _, out in sizes),
-        weight.dtype,  # type: ignore[arg-type]
+        *dtypes(model, found.layers),
         config,
         found.confirmed,
     )
@@ -130,6 +135,7 @@ def revert(model: nn.Module) -> int:
     layers = [module for module in model.modules() if is_pamm(module)]
     for layer in layers:
         layer.release()
+    detach_adapters(model)
     return len(layers) + detach(model)
 
 
