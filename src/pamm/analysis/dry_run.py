@@ -1,27 +1,33 @@
 """One training step without weights, values or a GPU: what is kept for backward, and the peak.
 
 The model is on the ``meta`` device: its tensors have shapes and no values, so a model of any size
-runs in seconds and in no memory. What does not depend on weights (ids, masks, positions) is computed
-for real, so that the model's own decisions come out as in training.
-
-Operations are those of a CUDA device: fused attention, dropout masks of one byte, CUDA's autocast.
+runs in seconds and in no memory. What does not depend on weights (ids, masks, positions) is
+computed for real, so that the model's own decisions come out as in training.
 """
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from pamm.analysis.like_cuda import LikeCuda
+
 aten = torch.ops.aten
+
+
+class Compressed(NamedTuple):
+    """Layers that would keep a state in place of their common input."""
+
+    layers: frozenset[str]
+    state_bytes: Callable[[int], int]
+    """Of the state, for so many rows of input."""
 
 
 @dataclasses.dataclass
@@ -73,7 +79,10 @@ class DryRun:
 
 
 def dry_run(
-    model: nn.Module, loss: Callable[[], Tensor], autocast: torch.dtype | None = None
+    model: nn.Module,
+    loss: Callable[[], Tensor],
+    autocast: torch.dtype | None = None,
+    compressed: Iterable[Compressed] = (),
 ) -> DryRun:
     """Run one forward and backward pass of ``model``, all of its tensors on ``meta``.
 
@@ -84,6 +93,7 @@ def dry_run(
         model: in the mode to look at. Gradients that it has are removed.
         loss: one forward pass; gives the loss.
         autocast: the dtype to compute in, as CUDA's autocast does it; ``None`` is without.
+        compressed: groups of the model, not converted, that keep a state in place of their input.
 
     Example:
         >>> model = nn.Linear(8, 8, device="meta")
@@ -93,30 +103,30 @@ def dry_run(
     model.zero_grad(set_to_none=True)
     memory = _Memory(model)
     with ExitStack() as stack:
-        watch = _Watch(model, memory)
-        stack.callback(watch.end)
         cuda = stack.enter_context(LikeCuda(autocast))
+        watch = _Watch(model, memory, cuda, compressed)
+        stack.callback(watch.end)
         stack.enter_context(_Weightless(memory))
         stack.enter_context(torch.random.fork_rng(devices=[]))
-        with saved_tensors_hooks(watch.pack, lambda tensor: tensor):
+        with saved_tensors_hooks(watch.pack, watch.unpack):
             result = loss()
-        copies = {_key(copy) for copy in cuda.weight_copies.values()} & watch.kept.keys()
-        numbers = {key: number for number, key in enumerate(watch.kept)}
+        places = {number: place for place, number in enumerate(watch.kept)}
         kept = tuple(Kept(size, keepers) for size, keepers in watch.kept.values())
-        weight_copies = sum(watch.kept[key][0] for key in copies)
+        weight_copies = sum(watch.kept[each][0] for each in watch.copies() & watch.kept.keys())
         watch.forget()
         cuda.weight_copies.clear()
         result.backward()
         del result
     model.zero_grad(set_to_none=True)
     inputs = {
-        name: frozenset(numbers[key] for key in keys if key in numbers)
-        for name, keys in watch.inputs.items()
+        name: frozenset(places[number] for number in numbers if number in places)
+        for name, numbers in watch.inputs.items()
     }
     return DryRun(kept, weight_copies, watch.rows, inputs, memory.peak)
 
 
-def _key(tensor: Tensor) -> int:
+def _address(tensor: Tensor) -> int:
+    """Of its memory; another tensor may get it when this one is gone."""
     return tensor.untyped_storage()._cdata
 
 
@@ -125,24 +135,36 @@ class _Memory:
 
     def __init__(self, model: nn.Module) -> None:
         self.now = self.peak = 0
-        own = [*model.parameters(), *model.buffers()]
-        self._references: dict[int, Any] = {_key(tensor): None for tensor in own}
-        self.own = frozenset(self._references)
+        self._counting = True
+        self._count = 0
+        self._alive: dict[int, tuple[int, Any]] = {}
+        for tensor in (*model.parameters(), *model.buffers()):
+            self._alive[_address(tensor)] = -1, None
 
-    def meet(self, tensor: Tensor) -> None:
-        """Count a tensor that was just made, until it dies."""
+    @contextmanager
+    def not_counting(self) -> Iterator[None]:
+        """What is made inside takes no memory."""
+        self._counting = False
+        yield
+        self._counting = True
+
+    def meet(self, tensor: Tensor) -> int:
+        """Count the memory of a tensor until it dies; its number, -1 for the model's own."""
+        address = _address(tensor)
+        if address in self._alive:
+            return self._alive[address][0]
         storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._references:
-            return
+        size = storage.nbytes() if self._counting else 0
 
         def died(_: object) -> None:
             self.now -= size
-            del self._references[key]
+            del self._alive[address]
 
-        self._references[key] = weakref.ref(storage, died)
+        self._count += 1
+        self._alive[address] = self._count, weakref.ref(storage, died)
         self.now += size
         self.peak = max(self.peak, self.now)
+        return self._count
 
 
 class _Weightless(TorchDispatchMode):
@@ -177,134 +199,88 @@ class _Weightless(TorchDispatchMode):
         return made
 
 
-class LikeCuda(TorchFunctionMode):
-    """Chooses the operations that a CUDA device would be given, autocast's casts among them.
+class _StandIn(NamedTuple):
+    """What is kept in place of the input of a compressed group."""
 
-    Meta tensors know neither CUDA's fused attention nor any autocast.
-    """
-
-    LOWER = frozenset(
-        "linear matmul mm bmm mv addmm addbmm baddbmm addmv addr chain_matmul einsum prelu conv1d "
-        "conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d __matmul__ "
-        "__rmatmul__ scaled_dot_product_attention".split()
-    )
-    FLOAT = frozenset(
-        "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow __pow__ "
-        "softplus layer_norm group_norm cosine_similarity nll_loss cross_entropy kl_div l1_loss "
-        "smooth_l1_loss huber_loss mse_loss binary_cross_entropy_with_logits dist pdist cdist renorm "
-        "logsumexp interpolate prod softmax log_softmax cumprod cumsum norm sum".split()
-    )
-
-    def __init__(self, autocast: torch.dtype | None) -> None:
-        super().__init__()
-        self._autocast = autocast
-        self.weight_copies: dict[int, Tensor] = {}
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> object:
-        kwargs = dict(kwargs or {})
-        name = getattr(func, "__name__", "")
-        if self._autocast is not None and name in self.LOWER | self.FLOAT:
-            dtype = self._autocast if name in self.LOWER else torch.float32
-            args, kwargs = tree_map_only(
-                Tensor, lambda tensor: self._cast(tensor, dtype), (args, kwargs)
-            )
-        if func is F.scaled_dot_product_attention:
-            return _attention(*args, **kwargs)
-        if func is F.dropout:
-            return _dropout(*args, **kwargs)
-        return func(*args, **kwargs)
-
-    def _cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        is_ours = tensor.is_floating_point() and tensor.dtype != torch.float64
-        if not is_ours or tensor.dtype == dtype:
-            return tensor
-        if isinstance(tensor, nn.Parameter) and tensor.requires_grad and dtype == self._autocast:
-            if id(tensor) not in self.weight_copies:
-                self.weight_copies[id(tensor)] = tensor.to(dtype)
-            return self.weight_copies[id(tensor)]
-        return tensor.to(dtype)
-
-
-def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """Flash attention where it can be used, else the memory-efficient one; as CUDA chooses."""
-    half = query.dtype in (torch.bfloat16, torch.float16)
-    if attn_mask is None and half and query.shape[-1] == value.shape[-1]:
-        flash: Any = aten._scaled_dot_product_flash_attention
-        return flash(query, key, value, dropout_p, is_causal, scale=scale)[0]
-    if enable_gqa:
-        repeats = query.shape[-3] // key.shape[-3]
-        key, value = (x.repeat_interleave(repeats, -3) for x in (key, value))
-    bias = None
-    if attn_mask is not None:
-        zeros = torch.zeros(attn_mask.shape, dtype=query.dtype, device="meta")
-        bias = zeros if attn_mask.dtype == torch.bool else attn_mask.to(query)
-        bias = bias.expand(*query.shape[:-1], key.shape[-2])
-    efficient: Any = aten._scaled_dot_product_efficient_attention
-    return efficient(query, key, value, bias, True, dropout_p, is_causal, scale=scale)[0]
-
-
-def _dropout(
-    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> Tensor:
-    return torch.native_dropout(input, p, True)[0] if training and p > 0 else input
+    state: Tensor
+    shape: torch.Size
+    dtype: torch.dtype
 
 
 class _Watch:
     """Hooks that tell which modules keep what."""
 
-    def __init__(self, model: nn.Module, memory: _Memory) -> None:
+    def __init__(
+        self, model: nn.Module, memory: _Memory, cuda: LikeCuda, compressed: Iterable[Compressed]
+    ) -> None:
         self.kept: dict[int, tuple[int, set[str]]] = {}
         self.inputs: dict[str, set[int]] = {}
         self.rows: dict[str, int] = {}
-        self._own = memory.own
-        self._alive: list[Tensor] = []  # so that no address is given to another tensor
+        self._memory, self._cuda = memory, cuda
+        self._group_of = {name: group for group in compressed for name in group.layers}
+        self._states: dict[frozenset[str], Tensor] = {}
         self._running: list[str] = []
         self._hooks: list[Any] = []
         for name, module in model.named_modules():
             self._hooks += [
                 module.register_forward_pre_hook(self._before(name, module)),
-                module.register_forward_hook(lambda *_: self._end_module(), always_call=True),
+                module.register_forward_hook(self._after),
             ]
 
     def _before(self, name: str, module: nn.Module) -> Callable[..., None]:
-        is_linear = isinstance(getattr(module, "weight", None), Tensor)
+        reads = isinstance(getattr(module, "weight", None), Tensor)
 
         def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
             self._running.append(name)
-            if is_linear and args and isinstance(args[0], Tensor) and args[0].ndim:
+            if reads and args and isinstance(args[0], Tensor) and args[0].ndim:
                 x = args[0]
-                self.inputs.setdefault(name, set()).add(_key(x))
-                self.rows[name] = self.rows.get(name, 0) + x.numel() // max(1, x.shape[-1])
+                self.inputs.setdefault(name, set()).add(self._memory.meet(x))
+                self.rows[name] = x.numel() // max(1, x.shape[-1])
 
         return hook
 
-    def _end_module(self) -> None:
+    def _after(self, *_: object) -> None:
         self._running.pop()
 
-    def pack(self, tensor: Tensor) -> Tensor:
+    def pack(self, tensor: Tensor) -> Tensor | _StandIn:
         """Called for everything that is kept for backward."""
-        key = _key(tensor)
-        if key not in self._own:
-            self._alive.append(tensor)
-            size = tensor.untyped_storage().nbytes()
-            keeper = self._running[-1] if self._running else ""
-            self.kept.setdefault(key, (size, set()))[1].add(keeper)
+        number = self._memory.meet(tensor)
+        if number < 0:
+            return tensor
+        keeper = self._running[-1] if self._running else ""
+        group = self._group_of.get(keeper)
+        if group is not None and number not in self.copies():
+            state = self._state(group, self.rows[keeper])
+            self._keep(state, keeper)
+            return _StandIn(state, tensor.shape, tensor.dtype)
+        self._keep(tensor, keeper)
         return tensor
 
+    def unpack(self, kept: Tensor | _StandIn) -> Tensor:
+        """Called when backward needs it; X itself is not made again, so it is not counted."""
+        if isinstance(kept, Tensor):
+            return kept
+        with self._memory.not_counting():
+            return torch.empty(kept.shape, dtype=kept.dtype, device="meta")
+
+    def _state(self, group: Compressed, rows: int) -> Tensor:
+        """One for the whole group."""
+        if group.layers not in self._states:
+            size = group.state_bytes(rows)
+            self._states[group.layers] = torch.empty(size, dtype=torch.uint8, device="meta")
+        return self._states[group.layers]
+
+    def _keep(self, tensor: Tensor, keeper: str) -> None:
+        size = tensor.untyped_storage().nbytes()
+        self.kept.setdefault(self._memory.meet(tensor), (size, set()))[1].add(keeper)
+
+    def copies(self) -> set[int]:
+        """Numbers of autocast's copies of Parameters."""
+        return {self._memory.meet(copy) for copy in self._cuda.weight_copies.values()}
+
     def forget(self) -> None:
-        """Let go of what only was to be recognised; backward frees it as it goes."""
-        self._alive.clear()
+        """Let go of the states: backward frees them as it goes."""
+        self._states.clear()
 
     def end(self) -> None:
         """Take the hooks away."""

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -11,7 +11,8 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from pamm.analysis.dry_run import DryRun, LikeCuda, dry_run
+from pamm.analysis.dry_run import Compressed, DryRun, dry_run
+from pamm.analysis.like_cuda import LikeCuda
 from pamm.errors import PammError
 
 
@@ -34,7 +35,7 @@ PRECISIONS = {
     "fp16-amp": Precision(torch.float32, torch.float16),
     "fp32": Precision(torch.float32),
 }
-"""By the name on the command line; amp is fp32 weights under autocast, a Trainer's ``bf16=True``."""
+"""By the name on the command line; amp is autocast over fp32 weights, a Trainer's ``bf16=True``."""
 
 
 def precision(name: str) -> Precision:
@@ -104,7 +105,13 @@ def checkpoint(model: nn.Module, how: Precision) -> bool:
     return True
 
 
-def step(model: nn.Module, how: Precision, batch: int, seq: int) -> DryRun:
+def step(
+    model: nn.Module,
+    how: Precision,
+    batch: int,
+    seq: int,
+    compressed: Iterable[Compressed] = (),
+) -> DryRun:
     """A dry run of one training step on ``batch`` sequences of ``seq`` tokens, or on images.
 
     Raises:
@@ -112,7 +119,7 @@ def step(model: nn.Module, how: Precision, batch: int, seq: int) -> DryRun:
     """
     loss = _loss(model, how, batch, seq)
     try:
-        return dry_run(model, loss, how.autocast)
+        return dry_run(model, loss, how.autocast, compressed)
     except Exception as error:
         raise PammError(
             f"{type(model).__name__} could not run without weights ({type(error).__name__}: "
