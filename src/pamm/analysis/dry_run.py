@@ -37,6 +37,8 @@ class Kept:
     bytes: int
     keepers: set[str]
     """Names of the modules that keep it."""
+    is_weight: bool
+    """Whether it is autocast's copy of a Parameter."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +47,6 @@ class DryRun:
 
     kept: tuple[Kept, ...]
     """Everything that is kept for backward, each piece of memory once."""
-    weight_copies: int
-    """Of these, autocast's copies of Parameters."""
     rows: Mapping[str, int]
     """Rows of the input that each linear layer received."""
     inputs: Mapping[str, frozenset[int]]
@@ -59,9 +59,16 @@ class DryRun:
         """Bytes kept from forward until backward."""
         return sum(each.bytes for each in self.kept)
 
+    @property
+    def weight_copies(self) -> int:
+        """Bytes of these that are autocast's copies of Parameters."""
+        return sum(each.bytes for each in self.kept if each.is_weight)
+
     def freed(self, layers: set[str]) -> int:
-        """Bytes that are kept by these layers and by no one else."""
-        return sum(each.bytes for each in self.kept if each.keepers and each.keepers <= layers)
+        """Bytes of inputs that are kept by these layers and by no one else."""
+        return sum(
+            each.bytes for each in self.kept if each.keepers <= layers and not each.is_weight
+        )
 
     def below(self, prefix: str) -> int:
         """Bytes kept by a module or by modules in it."""
@@ -111,8 +118,8 @@ def dry_run(
         with saved_tensors_hooks(watch.pack, watch.unpack):
             result = loss()
         places = {number: place for place, number in enumerate(watch.kept)}
-        kept = tuple(Kept(size, keepers) for size, keepers in watch.kept.values())
-        weight_copies = sum(watch.kept[each][0] for each in watch.copies() & watch.kept.keys())
+        copies = watch.copies()
+        kept = tuple(Kept(*each, number in copies) for number, each in watch.kept.items())
         watch.forget()
         cuda.weight_copies.clear()
         result.backward()
@@ -122,7 +129,7 @@ def dry_run(
         name: frozenset(places[number] for number in numbers if number in places)
         for name, numbers in watch.inputs.items()
     }
-    return DryRun(kept, weight_copies, watch.rows, inputs, memory.peak)
+    return DryRun(kept, watch.rows, inputs, memory.peak)
 
 
 def _address(tensor: Tensor) -> int:
