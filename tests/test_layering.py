@@ -24,7 +24,7 @@ LAYERS = (
     {"compressors"},
     {"autograd", "functional"},
     {"sharing", "nn", "recompute"},
-    {"report", "surgery", "optim"},
+    {"report", "bypass", "surgery", "optim", "fidelity"},
     {"integrations"},
     {"analysis"},
     {"recipes"},

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from torch import nn
 
+from pamm.bypass import refuse_bypasses
 from pamm.compressors import compressor
 from pamm.config import PammConfig
 from pamm.errors import NothingToConvertError, PammError, PartialGroupError
@@ -56,6 +57,7 @@ def convert(
     Raises:
         NothingToConvertError: if no group was converted. Says what was looked for.
         PartialGroupError: if ``include`` and ``exclude`` cut through a group.
+        PammError: if a framework computes q, k and v around the layers (``pamm.bypass``).
 
     Example:
         >>> attention = torch.nn.ModuleDict({n: torch.nn.Linear(8, 8) for n in SIBLINGS[0]})
@@ -63,6 +65,7 @@ def convert(
         8
     """
     config = config or PammConfig()
+    refuse_bypasses(model)
     found, skipped = [], []
     for name, layers in _find(model):
         chosen = [_selected(layer, include, exclude) for layer in layers]

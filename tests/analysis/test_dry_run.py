@@ -11,6 +11,8 @@ from transformers import (
     BertForSequenceClassification,
     LlamaConfig,
     LlamaForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
     PreTrainedModel,
 )
 
@@ -131,6 +133,26 @@ def test_others_that_keep_the_input_are_named() -> None:
     alone = {"model.layers.1.self_attn.q_proj"}
     assert {name.rpartition(".")[2] for name in run.others(alone)} == {"k_proj", "v_proj"}
     assert not run.others({f"model.layers.1.self_attn.{name}_proj" for name in "qkv"})
+
+
+def test_a_parallel_block_frees_nothing_and_names_the_other_reader() -> None:
+    config = PhiConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        vocab_size=64,
+        use_cache=False,
+        resid_pdrop=0.0,
+    )
+    with torch.device("meta"):
+        model = PhiForCausalLM(config).bfloat16().train()
+    ids = torch.randint(64, (2, 8))
+    run = dry_run(model, lambda: model(input_ids=ids, labels=ids).loss)
+    layers = {f"model.layers.0.self_attn.{name}_proj" for name in "qkv"}
+    assert run.freed(layers) == 0
+    assert run.others(layers) == {"model.layers.0.mlp.fc1"}
+    assert run.freed(layers | {"model.layers.0.mlp.fc1"}) == 2 * 8 * 64 * 2
 
 
 def test_the_peak_is_that_of_a_chain_worked_out_by_hand() -> None:

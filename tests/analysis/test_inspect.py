@@ -1,5 +1,6 @@
 """``pamm inspect`` and ``pamm plan``, from configurations of small models."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,6 @@ import pytest
 from transformers import (
     BertConfig,
     LlamaConfig,
-    PhiConfig,
     PretrainedConfig,
     ViTConfig,
     WhisperConfig,
@@ -66,16 +66,19 @@ def test_lora_with_fp32_adapters_has_the_most_to_free(llama: str) -> None:
     assert f"The most would go with {lora.name}" in found.verdict
 
 
-def test_a_parallel_block_is_not_worth_it_and_says_who_keeps_x(tmp_path: Path) -> None:
-    name = save(tmp_path, PhiConfig, "PhiForCausalLM", vocab_size=128)
-    try:
-        found = inspect(name, seq=64)
-    except pamm.NothingToConvertError as error:  # where finding groups already sees it
-        assert "fc1" in str(error)
-        return
-    assert found.groups[0].others == ("model.layers.0.mlp.fc1",)
-    assert found.verdict.startswith("Not worth it for memory.")
-    assert "model.layers.{0..1}.mlp.fc1" in found.verdict
+def test_a_group_that_frees_nothing_is_not_worth_it_and_says_who_keeps_x(llama: str) -> None:
+    found = inspect(llama, seq=64)
+    kept = [
+        dataclasses.replace(group, others=(f"model.layers.{number}.mlp.fc1",))
+        for number, group in enumerate(found.groups)
+    ]
+    exact = found.settings[0].exact
+    nothing = dataclasses.replace(found.settings[0], pamm=exact + 100)
+    found = dataclasses.replace(found, groups=tuple(kept), settings=(nothing,))
+    assert found.verdict.startswith(
+        "Not worth it for memory. With bf16 weights, PAMM frees nothing"
+    )
+    assert "X stays because model.layers.{0..1}.mlp.fc1 keep it too." in found.verdict
 
 
 @pytest.mark.parametrize(
