@@ -32,7 +32,7 @@ LAYERS = (
     {"cli", "__main__"},
 )
 THIRD_PARTY = {
-    "integrations": {"transformers", "peft", "lightning"},
+    "integrations": {"transformers", "peft", "lightning", "axolotl", "pydantic"},
     "analysis": {"matplotlib", "transformers", "numpy"},
     "recipes": {
         "transformers",

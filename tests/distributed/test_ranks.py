@@ -40,7 +40,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """To compare with exact training: Adam makes steps of what rounding leaves of a zero gradient."""
+    """For exact comparisons: of a gradient of zero, Adam steps along what rounding leaves."""
     return torch.optim.SGD(model.parameters(), lr=0.3)
 
 

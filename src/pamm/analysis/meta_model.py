@@ -80,26 +80,28 @@ class Source:
         known = type(config) in AutoModelForCausalLM._model_mapping
         return cls(name, config, AutoModelForCausalLM if known else AutoModel)
 
-    def build(self, dtype: torch.dtype) -> nn.Module:
-        """The model in training mode, without weights."""
+    def build(self, dtype: torch.dtype, device: torch.device | str = "meta") -> nn.Module:
+        """The model in training mode, without weights; with random ones on another device."""
         config = type(self.config).from_dict(self.config.to_dict())
         for part in (config, config.get_text_config()):
             part.use_cache = False
         make = getattr(self.kind, "from_config", self.kind)
-        with torch.device("meta"):
+        with torch.device(device):
             model = make(config)
         if getattr(model.config, "_attn_implementation", None) not in ("eager", "sdpa"):
             model.set_attn_implementation("sdpa")
         return model.to(dtype).train()
 
 
-def checkpoint(model: nn.Module, how: Precision) -> bool:
+def checkpoint(model: nn.Module, how: Precision, simulated: bool = True) -> bool:
     """Turn on full activation checkpointing; False if the model does not know it."""
     if not getattr(model, "supports_gradient_checkpointing", False):
         return False
     # Backward, where layers run again, is outside of all modes that forward was in.
     contexts = lambda: (contextlib.nullcontext(), LikeCuda(how.autocast))  # noqa: E731
-    settings = {"use_reentrant": False, "context_fn": contexts}
+    settings: dict[str, Any] = {"use_reentrant": False}
+    if simulated:
+        settings["context_fn"] = contexts
     enable: Any = getattr(model, "activation_checkpointing_enable", None)
     (enable or model.gradient_checkpointing_enable)(settings)  # type: ignore[operator]
     return True
