@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -132,7 +132,7 @@ def step(
 
 def _loss(model: nn.Module, how: Precision, batch: int, seq: int) -> Callable[[], Tensor]:
     """One forward pass of ``model``, with the labels that its kind takes."""
-    main, config = getattr(model, "main_input_name", None), model.config
+    main, config = getattr(model, "main_input_name", None), cast(Any, model.config)
     kind = type(model).__name__
     if main == "input_ids":
         inputs = {main: torch.ones(batch, seq, dtype=torch.long)}

@@ -8,7 +8,7 @@
 
 from typing import Any
 
-from axolotl.integrations.base import BasePlugin
+from axolotl.integrations.base import BasePlugin  # pyright: ignore[reportMissingImports]
 from pydantic import BaseModel, field_validator
 
 from pamm.config import PammConfig

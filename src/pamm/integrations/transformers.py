@@ -109,7 +109,7 @@ class PammCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Write the side file beside a checkpoint."""
-        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        folder = Path(args.output_dir or "") / f"checkpoint-{state.global_step}"
         if state.is_world_process_zero and folder.is_dir():
             self.write_side_file(folder)
 
