@@ -25,7 +25,7 @@ LAYERS = (
     {"autograd", "functional"},
     {"sharing", "nn", "recompute"},
     {"adapters", "groups", "probe"},
-    {"report", "surgery", "optim"},
+    {"report", "bypass", "surgery", "optim", "fidelity"},
     {"integrations"},
     {"analysis"},
     {"recipes"},
@@ -33,7 +33,7 @@ LAYERS = (
     {"cli", "__main__"},
 )
 THIRD_PARTY = {
-    "integrations": {"transformers", "peft", "lightning"},
+    "integrations": {"transformers", "peft", "lightning", "axolotl", "pydantic"},
     "analysis": {"matplotlib", "transformers", "numpy"},
     "recipes": {
         "transformers",

@@ -1,4 +1,4 @@
-"""The command line: ``pamm demo``, ``pamm pretrain``. Thin; slow imports are inside commands."""
+"""The command line: ``pamm demo`` and others. Thin; slow imports are inside commands."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -87,6 +87,73 @@ def pretrain(
     from pamm.recipes.settings import PretrainConfig
 
     pretrain(PretrainConfig.load(config), output, Console())
+
+
+Model = Annotated[
+    str, typer.Argument(help="A name on the hub, a folder or a config.json.", metavar="MODEL")
+]
+Batch = Annotated[int, typer.Option(help="Sequences in one forward pass of one device.")]
+Seq = Annotated[int, typer.Option(help="Tokens in a sequence; images have their own size.")]
+Dtype = Annotated[
+    str, typer.Option(help="bf16, fp32, or bf16-amp and fp16-amp: fp32 weights under autocast.")
+]
+Ratio = Annotated[str, typer.Option(help="Share of the tokens kept as generators, such as 1/512.")]
+
+
+@app.command()
+def inspect(
+    model: Model,
+    batch: Batch = 1,
+    seq: Seq = 2048,
+    dtype: Dtype = "bf16",
+    ratio: Ratio = "1/512",
+) -> None:
+    """Is PAMM worth it on this model? What it keeps for backward, and how much of that would go.
+
+    Needs the model's configuration alone: no weights, no GPU. A training step runs without values.
+    """
+    from pamm.analysis.inspect import inspect
+    from pamm.config import PammConfig
+
+    config = PammConfig(ratio=ratio)  # type: ignore[arg-type]
+    with Console(stderr=True).status("a training step without weights, in several settings"):
+        found = inspect(model, batch=batch, seq=seq, dtype=dtype, config=config)
+    Console().print(found)
+
+
+@app.command()
+def plan(
+    model: Model,
+    batch: Batch = 1,
+    seq: Seq = 2048,
+    dtype: Dtype = "bf16",
+    ratio: Ratio = "1/512",
+    memory: Annotated[
+        str | None, typer.Option(help="Of the device, such as 24GB: finds the largest batch.")
+    ] = None,
+    checkpointing: Annotated[
+        bool, typer.Option("--checkpointing", help="With full activation checkpointing.")
+    ] = False,
+) -> None:
+    """Does a training step fit on the device? Memory with and without PAMM, the largest batch.
+
+    Needs the model's configuration alone: no weights, no GPU. One device, AdamW, no sharding.
+    """
+    from pamm.analysis.plan import plan
+    from pamm.config import PammConfig
+
+    config = PammConfig(ratio=ratio)  # type: ignore[arg-type]
+    with Console(stderr=True).status("a training step without weights, for several batches"):
+        found = plan(
+            model,
+            batch=batch,
+            seq=seq,
+            dtype=dtype,
+            config=config,
+            memory=memory,
+            checkpointing=checkpointing,
+        )
+    Console().print(found)
 
 
 def main() -> None:

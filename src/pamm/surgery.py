@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from torch import nn
 
 from pamm.adapters import PammAdapter, attach_adapters, detach_adapters, dtypes, is_adapter, is_cast
+from pamm.bypass import refuse_bypasses
 from pamm.compressors import compressor
 from pamm.config import PammConfig
 from pamm.errors import NothingToConvertError, PammError, PartialGroupError
@@ -61,7 +62,8 @@ def convert(
     Raises:
         NothingToConvertError: if no group was converted. Says what was looked for.
         PartialGroupError: if ``include`` and ``exclude`` cut through a group.
-        PammError: if ``targets`` has an unknown name.
+        PammError: if ``targets`` has an unknown name, or a framework computes q, k and v around the
+            layers (``pamm.bypass``).
 
     Example:
         >>> attention = torch.nn.ModuleDict({"query": torch.nn.Linear(8, 8)})
@@ -71,6 +73,7 @@ def convert(
     """
     config = config or PammConfig()
     targets = _targets(targets)
+    refuse_bypasses(model)
     inputs, problem = _probe(model, example)
     found: list[Found] = []
     skipped = []

@@ -1,25 +1,39 @@
-"""Transformers: a callback that converts the model of a ``Trainer`` (and of TRL's trainers)."""
+"""Transformers: a callback that converts the model of a ``Trainer``, and a mixin that reports.
 
+Both work with the trainers of TRL, which are Trainers.
+"""
+
+import json
 import logging
+import math
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from pamm.bypass import refuse_bypasses
 from pamm.config import PammConfig
+from pamm.errors import PammError
+from pamm.fidelity import watch
 from pamm.nn import groups
 from pamm.report import Report
 from pamm.surgery import Selector, convert, seek
 
 _log = logging.getLogger(__name__)
 
+SIDE_FILE = "pamm_config.json"
+"""Written beside the weights. For people: nothing reads it, and the weights need nothing."""
+
 
 class PammCallback(TrainerCallback):
     """Converts the Trainer's model when the Trainer is made, and positions the draws at each step.
 
     So a run resumed from a checkpoint draws the generators that the uninterrupted run would have
-    drawn. Checkpoints hold nothing of PAMM: they are those of the exact model. A model that is
-    converted already stays as it is.
+    drawn. Checkpoints are those of the exact model, and a file ``pamm_config.json`` beside them
+    says how they were made. A model that is converted already stays as it is.
 
     Args:
         config: how inputs are kept; the defaults of ``PammConfig`` if left out.
@@ -65,8 +79,17 @@ class PammCallback(TrainerCallback):
         control: TrainerControl,
         **kwargs: Any,
     ) -> None:
-        """Convert the model that ``model_init`` made anew."""
-        self._convert(kwargs["model"], state)
+        """Convert the model that ``model_init`` made anew; look at what training did to it."""
+        model = kwargs["model"]
+        refuse_bypasses(model)
+        self._convert(model, state)
+        checkpointing = any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
+        if checkpointing and state.is_world_process_zero:
+            _log.warning(
+                "activation checkpointing is on: checkpointed blocks keep no X until backward, so "
+                "PAMM frees next to nothing in them and compresses twice. Turn it off "
+                "(activation_checkpointing=False) if memory allows."
+            )
 
     def on_step_begin(
         self,
@@ -78,9 +101,150 @@ class PammCallback(TrainerCallback):
         """Go to the first draw of this optimizer step; its forward passes follow one another."""
         seek(kwargs["model"], state.global_step)
 
+    def on_save(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        """Write the side file beside a checkpoint."""
+        folder = Path(args.output_dir or "") / f"checkpoint-{state.global_step}"
+        if state.is_world_process_zero and folder.is_dir():
+            self.write_side_file(folder)
+
+    def write_side_file(self, folder: Path) -> None:
+        """Write ``pamm_config.json``: the settings, and the groups by name."""
+        made = [] if self.report is None else [group.name for group in self.report.converted]
+        text = json.dumps({**self.config.to_dict(), "groups": made}, indent=2)
+        (folder / SIDE_FILE).write_text(text + "\n", encoding="utf-8")
+
     def _convert(self, model: nn.Module, state: TrainerState) -> None:
         if groups(model):
             return
         self.report = convert(model, self.config, **self._select)
+        tag = getattr(model, "add_model_tags", None)
+        if tag is not None:
+            tag(["pamm"])
         if state.is_world_process_zero:
             _log.info("%s", self.report)
+
+
+def _split_param_groups(optimizer: Optimizer, model: nn.Module, lr_factor: float) -> None:
+    """Give weights trained by PAMM groups of their own, at ``lr_factor`` times the rate.
+
+    The first groups stay the first: the Trainer logs the rate of the first one.
+    """
+    ours = {id(layer.weight) for group in groups(model) for layer in group.layers}
+    for group in list(optimizer.param_groups):
+        taken = [parameter for parameter in group["params"] if id(parameter) in ours]
+        if taken:
+            group["params"] = [each for each in group["params"] if id(each) not in ours]
+            settings = {**group, "params": taken, "lr": group["lr"] * lr_factor}
+            optimizer.add_param_group(settings)
+
+
+class PammTrainerMixin:
+    """Mixed into a Trainer's class, for what a callback cannot do.
+
+    The learning rate of q, k and v; numbers in the Trainer's own log, and so in TensorBoard, W&B
+    and Trackio; the side file and a section of the model card on ``save_model``.
+
+    Args:
+        pamm: a callback; made of a ``PammConfig`` if that is given.
+        pamm_lr_factor: the learning rate of weights trained by PAMM, as a factor of the others'
+            (see ``pamm.param_groups``).
+        pamm_log_steps: measure every so many steps, and log with the next loss:
+            ``pamm_held_bytes``, ``pamm_dropped_share``, ``pamm_cosine/GROUP`` and
+            ``pamm_relative_error/GROUP`` (``pamm.fidelity``). 0 is never.
+        pamm_log_groups: patterns of group names to compare with the exact gradient; the middle
+            group if left out.
+        args, kwargs: the Trainer's.
+
+    Raises:
+        PammError: if a number is out of range, or numbers are asked of a compiled model.
+
+    Example:
+        >>> class PammTrainer(PammTrainerMixin, Trainer): ...  # doctest: +SKIP
+        >>> trainer = PammTrainer(  # doctest: +SKIP
+        ...     model, arguments, pamm=PammConfig(), pamm_lr_factor=1.0, pamm_log_steps=100
+        ... )
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        pamm: PammCallback | PammConfig,
+        pamm_lr_factor: float,
+        pamm_log_steps: int = 0,
+        pamm_log_groups: Iterable[str] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if not (math.isfinite(pamm_lr_factor) and pamm_lr_factor > 0):
+            raise PammError(f"pamm_lr_factor is {pamm_lr_factor!r}; give a number above 0.")
+        if pamm_log_steps < 0:
+            raise PammError(f"pamm_log_steps is {pamm_log_steps}; give 0 (never) or more.")
+        self.pamm = pamm if isinstance(pamm, PammCallback) else PammCallback(pamm)
+        self._pamm_lr_factor = pamm_lr_factor
+        self._pamm_log_steps, self._pamm_log_groups = pamm_log_steps, pamm_log_groups
+        self._pamm_metrics: dict[str, float] = {}
+        self._pamm_watched_step = -1
+        kwargs["callbacks"] = [*(kwargs.get("callbacks") or ()), self.pamm]
+        super().__init__(*args, **kwargs)
+        if pamm_log_steps and self.args.torch_compile:  # type: ignore[attr-defined]
+            raise PammError("pamm_log_steps needs a model that is not compiled; set it to 0.")
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's optimizer, with groups of their own for weights trained by PAMM."""
+        made = self.optimizer is None  # type: ignore[has-type]
+        optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+        if made and self._pamm_lr_factor != 1:
+            model = args[0] if args else kwargs.get("model")
+            _split_param_groups(optimizer, model or self.model, self._pamm_lr_factor)  # type: ignore[attr-defined]
+        return optimizer
+
+    def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        """The Trainer's; watched at the steps to measure, in their first forward pass."""
+        step = self.state.global_step  # type: ignore[attr-defined]
+        every = self._pamm_log_steps
+        if not every or step % every or step == self._pamm_watched_step:
+            return super().training_step(model, *args, **kwargs)  # type: ignore[misc]
+        self._pamm_watched_step = step
+        with watch(model, self._pamm_log_groups) as watched:
+            loss = super().training_step(model, *args, **kwargs)  # type: ignore[misc]
+        self._pamm_metrics = {f"pamm_{name}": n for name, n in watched.metrics().items()}
+        return loss
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """The Trainer's, with the latest measurement beside the loss."""
+        if "loss" in logs:
+            logs |= self._pamm_metrics
+            self._pamm_metrics = {}
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]
+
+    def save_model(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
+        """The Trainer's, and the side file."""
+        super().save_model(output_dir, *args, **kwargs)  # type: ignore[misc]
+        folder = Path(output_dir or self.args.output_dir)  # type: ignore[attr-defined]
+        if self.args.should_save and folder.is_dir():  # type: ignore[attr-defined]
+            self.pamm.write_side_file(folder)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """The Trainer's, with a section on how the model was trained."""
+        tags = kwargs.get("tags") or []
+        kwargs["tags"] = [*([tags] if isinstance(tags, str) else tags), "pamm"]
+        super().create_model_card(*args, **kwargs)  # type: ignore[misc]
+        card = Path(self.args.output_dir) / "README.md"  # type: ignore[attr-defined]
+        if self.is_world_process_zero() and card.is_file():  # type: ignore[attr-defined]
+            text = card.read_text(encoding="utf-8")
+            if "## PAMM" not in text:
+                card.write_text(f"{text.rstrip()}\n\n{self._section()}", encoding="utf-8")
+
+    def _section(self) -> str:
+        settings = "\n".join(f"- {k}: {v}" for k, v in self.pamm.config.to_dict().items())
+        count = len(self.pamm.report.converted) if self.pamm.report else 0
+        return (
+            f"## PAMM\n\nThe weight gradients of {count} groups of attention projections were "
+            "approximate in training (`pamm-torch`). Forward passes are exact, and using the model "
+            f"needs nothing of it.\n\n{settings}\n- lr_factor: {self._pamm_lr_factor}\n"
+        )

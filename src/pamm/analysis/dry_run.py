@@ -1,0 +1,295 @@
+"""One training step without weights, values or a GPU: what is kept for backward, and the peak.
+
+The model is on the ``meta`` device: its tensors have shapes and no values, so a model of any size
+runs in seconds and in no memory. What does not depend on weights (ids, masks, positions) is
+computed for real, so that the model's own decisions come out as in training.
+"""
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from pamm.analysis.like_cuda import LikeCuda
+
+aten = torch.ops.aten
+
+
+class Compressed(NamedTuple):
+    """Layers that would keep a state in place of their common input."""
+
+    layers: frozenset[str]
+    state_bytes: Callable[[int], int]
+    """Of the state, for so many rows of input."""
+
+
+@dataclasses.dataclass
+class Kept:
+    """A piece of memory that is kept from forward until backward."""
+
+    bytes: int
+    keepers: set[str]
+    """Names of the modules that keep it."""
+    is_weight: bool
+    """Whether it is autocast's copy of a Parameter."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DryRun:
+    """What one training step keeps, in bytes; Parameters themselves are not in it."""
+
+    kept: tuple[Kept, ...]
+    """Everything that is kept for backward, each piece of memory once."""
+    rows: Mapping[str, int]
+    """Rows of the input that each linear layer received."""
+    inputs: Mapping[str, frozenset[int]]
+    """Which pieces of ``kept`` are the inputs that a linear layer received, by its name."""
+    peak: int
+    """The most that was alive at a time, in forward and backward, gradients included."""
+
+    @property
+    def saved(self) -> int:
+        """Bytes kept from forward until backward."""
+        return sum(each.bytes for each in self.kept)
+
+    @property
+    def weight_copies(self) -> int:
+        """Bytes of these that are autocast's copies of Parameters."""
+        return sum(each.bytes for each in self.kept if each.is_weight)
+
+    def freed(self, layers: set[str]) -> int:
+        """Bytes of inputs that are kept by these layers and by no one else."""
+        return sum(
+            each.bytes for each in self.kept if each.keepers <= layers and not each.is_weight
+        )
+
+    def below(self, prefix: str) -> int:
+        """Bytes kept by a module or by modules in it."""
+        dot = f"{prefix}."
+        return sum(
+            each.bytes
+            for each in self.kept
+            if any(f"{name}.".startswith(dot) for name in each.keepers)
+        )
+
+    def others(self, layers: set[str]) -> set[str]:
+        """Who else keeps an input of these layers."""
+        kept = [self.kept[number] for layer in layers for number in self.inputs.get(layer, ())]
+        return {name for each in kept for name in each.keepers} - layers
+
+
+def dry_run(
+    model: nn.Module,
+    loss: Callable[[], Tensor],
+    autocast: torch.dtype | None = None,
+    compressed: Iterable[Compressed] = (),
+) -> DryRun:
+    """Run one forward and backward pass of ``model``, all of its tensors on ``meta``.
+
+    Memory is counted as PyTorch's allocator on CUDA would hand it out, without the rounding of
+    blocks, the libraries' own workspaces and what one kernel needs for itself.
+
+    Args:
+        model: in the mode to look at. Gradients that it has are removed.
+        loss: one forward pass; gives the loss.
+        autocast: the dtype to compute in, as CUDA's autocast does it; ``None`` is without.
+        compressed: groups of the model, not converted, that keep a state in place of their input.
+
+    Example:
+        >>> model = nn.Linear(8, 8, device="meta")
+        >>> dry_run(model, lambda: model(torch.empty(100, 8, device="meta")).sum()).saved
+        3200
+    """
+    model.zero_grad(set_to_none=True)
+    memory = _Memory(model)
+    with ExitStack() as stack:
+        cuda = stack.enter_context(LikeCuda(autocast))
+        watch = _Watch(model, memory, cuda, compressed)
+        stack.callback(watch.end)
+        stack.enter_context(_Weightless(memory))
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        with saved_tensors_hooks(watch.pack, watch.unpack):
+            result = loss()
+        places = {number: place for place, number in enumerate(watch.kept)}
+        copies = watch.copies()
+        kept = tuple(Kept(*each, number in copies) for number, each in watch.kept.items())
+        watch.forget()
+        cuda.weight_copies.clear()
+        result.backward()
+        del result
+    model.zero_grad(set_to_none=True)
+    inputs = {
+        name: frozenset(places[number] for number in numbers if number in places)
+        for name, numbers in watch.inputs.items()
+    }
+    return DryRun(kept, watch.rows, inputs, memory.peak)
+
+
+def _address(tensor: Tensor) -> int:
+    """Of its memory; another tensor may get it when this one is gone."""
+    return tensor.untyped_storage()._cdata
+
+
+class _Memory:
+    """Bytes alive now and at most, the model's own not counted."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.now = self.peak = 0
+        self._counting = True
+        self._count = 0
+        self._alive: dict[int, tuple[int, Any]] = {}
+        for tensor in (*model.parameters(), *model.buffers()):
+            self._alive[_address(tensor)] = -1, None
+
+    @contextmanager
+    def not_counting(self) -> Iterator[None]:
+        """What is made inside takes no memory."""
+        self._counting = False
+        yield
+        self._counting = True
+
+    def meet(self, tensor: Tensor) -> int:
+        """Count the memory of a tensor until it dies; its number, -1 for the model's own."""
+        address = _address(tensor)
+        if address in self._alive:
+            return self._alive[address][0]
+        storage = tensor.untyped_storage()
+        size = storage.nbytes() if self._counting else 0
+
+        def died(_: object) -> None:
+            self.now -= size
+            del self._alive[address]
+
+        self._count += 1
+        self._alive[address] = self._count, weakref.ref(storage, died)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        return self._count
+
+
+class _Weightless(TorchDispatchMode):
+    """Operations on what has no values have none; all others run for real on the CPU."""
+
+    def __init__(self, memory: _Memory) -> None:
+        super().__init__()
+        self._memory = memory
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        kwargs = dict(kwargs or {})
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        no_values = any(tensor.is_meta for tensor in tensors)
+        if "device" in kwargs:
+            kwargs["device"] = torch.device("meta" if no_values else "cpu")
+        if no_values:
+            if func is aten._local_scalar_dense.default:
+                return torch.ones((), dtype=tensors[0].dtype).item()
+            if func is aten.equal.default:
+                return True
+            if func is aten.nonzero.default:  # as if nothing were zero
+                return torch.ones(tensors[0].shape, dtype=torch.bool, device="cpu").nonzero()
+            args, kwargs = tree_map_only(
+                Tensor, lambda each: each if each.is_meta else each.to("meta"), (args, kwargs)
+            )
+        made = func(*args, **kwargs)
+        for leaf in tree_leaves(made):
+            if isinstance(leaf, Tensor):
+                self._memory.meet(leaf)
+        return made
+
+
+class _StandIn(NamedTuple):
+    """What is kept in place of the input of a compressed group."""
+
+    state: Tensor
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class _Watch:
+    """Hooks that tell which modules keep what."""
+
+    def __init__(
+        self, model: nn.Module, memory: _Memory, cuda: LikeCuda, compressed: Iterable[Compressed]
+    ) -> None:
+        self.kept: dict[int, tuple[int, set[str]]] = {}
+        self.inputs: dict[str, set[int]] = {}
+        self.rows: dict[str, int] = {}
+        self._memory, self._cuda = memory, cuda
+        self._group_of = {name: group for group in compressed for name in group.layers}
+        self._states: dict[frozenset[str], Tensor] = {}
+        self._running: list[str] = []
+        self._hooks: list[Any] = []
+        for name, module in model.named_modules():
+            self._hooks += [
+                module.register_forward_pre_hook(self._before(name, module)),
+                module.register_forward_hook(self._after),
+            ]
+
+    def _before(self, name: str, module: nn.Module) -> Callable[..., None]:
+        reads = isinstance(getattr(module, "weight", None), Tensor)
+
+        def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
+            self._running.append(name)
+            if reads and args and isinstance(args[0], Tensor) and args[0].ndim:
+                x = args[0]
+                self.inputs.setdefault(name, set()).add(self._memory.meet(x))
+                self.rows[name] = x.numel() // max(1, x.shape[-1])
+
+        return hook
+
+    def _after(self, *_: object) -> None:
+        self._running.pop()
+
+    def pack(self, tensor: Tensor) -> Tensor | _StandIn:
+        """Called for everything that is kept for backward."""
+        number = self._memory.meet(tensor)
+        if number < 0:
+            return tensor
+        keeper = self._running[-1] if self._running else ""
+        group = self._group_of.get(keeper)
+        if group is not None and number not in self.copies():
+            state = self._state(group, self.rows[keeper])
+            self._keep(state, keeper)
+            return _StandIn(state, tensor.shape, tensor.dtype)
+        self._keep(tensor, keeper)
+        return tensor
+
+    def unpack(self, kept: Tensor | _StandIn) -> Tensor:
+        """Called when backward needs it; X itself is not made again, so it is not counted."""
+        if isinstance(kept, Tensor):
+            return kept
+        with self._memory.not_counting():
+            return torch.empty(kept.shape, dtype=kept.dtype, device="meta")
+
+    def _state(self, group: Compressed, rows: int) -> Tensor:
+        """One for the whole group."""
+        if group.layers not in self._states:
+            size = group.state_bytes(rows)
+            self._states[group.layers] = torch.empty(size, dtype=torch.uint8, device="meta")
+        return self._states[group.layers]
+
+    def _keep(self, tensor: Tensor, keeper: str) -> None:
+        size = tensor.untyped_storage().nbytes()
+        self.kept.setdefault(self._memory.meet(tensor), (size, set()))[1].add(keeper)
+
+    def copies(self) -> set[int]:
+        """Numbers of autocast's copies of Parameters."""
+        return {self._memory.meet(copy) for copy in self._cuda.weight_copies.values()}
+
+    def forget(self) -> None:
+        """Let go of the states: backward frees them as it goes."""
+        self._states.clear()
+
+    def end(self) -> None:
+        """Take the hooks away."""
+        for hook in self._hooks:
+            hook.remove()

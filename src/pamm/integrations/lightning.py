@@ -1,0 +1,88 @@
+"""Lightning: a callback that converts the module of a ``Trainer``."""
+
+import logging
+from typing import Any
+
+import lightning
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from pamm.bypass import refuse_bypasses
+from pamm.config import PammConfig
+from pamm.errors import PammError
+from pamm.nn import groups
+from pamm.report import Report
+from pamm.surgery import Selector, convert, seek
+
+_log = logging.getLogger(__name__)
+
+
+class PammCallback(lightning.Callback):
+    """Converts the module before the strategy wraps it, and positions the draws at each step.
+
+    So a run resumed from a checkpoint draws what the uninterrupted run would have drawn, and
+    checkpoints are those of the exact model. A module that is converted already stays as it is. One
+    that makes its model in ``configure_model`` calls ``pamm.convert`` there itself, before it is
+    sharded: what Lightning lets a callback see comes too late.
+
+    For a learning rate of their own use ``pamm.param_groups`` in ``configure_optimizers``.
+
+    Args:
+        config: how inputs are kept; the defaults of ``PammConfig`` if left out.
+        include: which layers, as in ``pamm.convert``.
+        exclude: which not.
+
+    Raises:
+        PammError: at the beginning of ``fit``, for the reasons of ``pamm.convert``.
+
+    Example:
+        >>> callback = PammCallback(PammConfig(ratio="1/512"))
+        >>> trainer = lightning.Trainer(callbacks=[callback])  # doctest: +SKIP
+    """
+
+    report: Report | None = None
+    """What was converted; ``None`` before ``fit``."""
+
+    def __init__(
+        self,
+        config: PammConfig | None = None,
+        *,
+        include: Selector = None,
+        exclude: Selector = None,
+    ) -> None:
+        self.config = config or PammConfig()
+        self._select = {"include": include, "exclude": exclude}
+        self._step = -1
+
+    def setup(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str
+    ) -> None:
+        """Convert the module."""
+        late = is_overridden("configure_model", pl_module)
+        if stage == "fit" and not late and not groups(pl_module):
+            self.report = convert(pl_module, self.config, **self._select)
+            if trainer.is_global_zero:
+                _log.info("%s", self.report)
+
+    def on_fit_start(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule
+    ) -> None:
+        """Look at what the strategy made of it."""
+        refuse_bypasses(pl_module)
+        if not groups(pl_module):
+            raise PammError(
+                f"{type(pl_module).__name__} makes its model in configure_model and does not "
+                "convert it; call pamm.convert there, before the model is sharded."
+            )
+        self._step = -1
+
+    def on_train_batch_start(
+        self,
+        trainer: lightning.Trainer,
+        pl_module: lightning.LightningModule,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Go to the first draw of an optimizer step; its forward passes follow one another."""
+        if trainer.global_step != self._step:
+            self._step = trainer.global_step
+            seek(pl_module, self._step)

@@ -1,0 +1,112 @@
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import pamm
+from pamm.analysis.memory import group_layers
+from pamm.fidelity import watch
+from tests.helpers import Model
+
+X = (2, 32, 16)
+NAME = "layers.{}.attention.{{q_proj,k_proj,v_proj}}"
+
+
+def converted(**changes: object) -> Model:
+    torch.manual_seed(0)
+    model = Model()
+    pamm.convert(model, pamm.PammConfig(**{"ratio": 1 / 8, **changes}))  # type: ignore[arg-type]
+    return model
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    names = [name for layers in group_layers(model).values() for name in layers]
+    return {name: model.get_parameter(f"{name}.weight").grad.clone() for name in names}  # type: ignore[union-attr]
+
+
+def test_cosine_and_error_are_those_of_the_gradients() -> None:
+    model, x = converted(), torch.randn(X)
+    with watch(model, ["layers.0.*"]) as watched:
+        model(x).square().sum().backward()
+    made = gradients(model)
+    pamm.revert(model)
+    model.zero_grad()
+    model(x).square().sum().backward()
+    names = [f"layers.0.attention.{each}_proj" for each in "qkv"]
+    approximate = torch.cat([made[name].flatten() for name in names])
+    exact = torch.cat([model.get_parameter(f"{n}.weight").grad.flatten() for n in names])  # type: ignore[union-attr]
+    metrics, name = watched.metrics(), NAME.format(0)
+    expected = torch.cosine_similarity(approximate, exact, dim=0).item()
+    assert metrics[f"cosine/{name}"] == pytest.approx(expected, abs=1e-5)
+    error = ((approximate - exact).norm() / exact.norm()).item()
+    assert metrics[f"relative_error/{name}"] == pytest.approx(error, abs=1e-5)
+    assert f"cosine/{NAME.format(1)}" not in metrics
+
+
+def test_watching_changes_no_gradient_and_leaves_nothing_behind() -> None:
+    x = torch.randn(X)
+    watched, plain = converted(), converted()
+    methods = [group.method for group in pamm.nn.groups(watched)]
+    with watch(watched, ["*"]):
+        watched(x).sum().backward()
+    plain(x).sum().backward()
+    for one, other in zip(watched.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
+    assert [group.method for group in pamm.nn.groups(watched)] == methods
+
+
+def test_held_bytes_are_those_of_the_report() -> None:
+    model = Model()
+    report = pamm.convert(model, pamm.PammConfig(ratio=1 / 8))
+    with watch(model) as watched:
+        model(torch.randn(X)).sum().backward()
+    assert watched.metrics()["held_bytes"] == report.held_bytes(64)
+    assert watched.metrics()["dropped_share"] == 0
+
+
+@pytest.mark.parametrize("changes", [{"tolerance": 0.0}, {"method": "uniform_crs"}])
+def test_rows_that_are_dropped_are_counted(changes: dict[str, object]) -> None:
+    model = converted(**changes)
+    with watch(model) as watched:
+        model(torch.randn(X)).sum().backward()
+    assert watched.metrics()["dropped_share"] == pytest.approx(1 - 1 / 8, abs=1e-6)
+
+
+def test_the_middle_group_is_compared_unless_others_are_chosen() -> None:
+    model = converted(ratio=1.0)
+    with watch(model) as watched:
+        model(torch.randn(X)).sum().backward()
+    assert watched.metrics()[f"cosine/{NAME.format(1)}"] == pytest.approx(1.0)
+    assert watched.metrics()[f"relative_error/{NAME.format(1)}"] == pytest.approx(0, abs=1e-4)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_layers_compare_the_pass_that_counts(reentrant: bool) -> None:
+    model = converted(ratio=1.0)
+    x = torch.randn(X, requires_grad=True)
+    with watch(model, ["layers.0.*"]) as watched:
+        checkpoint(model, x, use_reentrant=reentrant).sum().backward()
+    assert watched.metrics()[f"cosine/{NAME.format(0)}"] == pytest.approx(1.0)
+
+
+def test_under_autocast() -> None:
+    model = converted(ratio=1.0)
+    with watch(model) as watched:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(torch.randn(X)).float().square().sum()
+        loss.backward()
+    assert watched.metrics()[f"cosine/{NAME.format(1)}"] == pytest.approx(1.0, abs=1e-3)
+
+
+def test_nothing_ran() -> None:
+    with watch(converted()) as watched:
+        pass
+    assert watched.metrics() == {}
+
+
+def test_a_pattern_without_groups_is_an_error() -> None:
+    with (
+        pytest.raises(pamm.PammError, match=r"no group is named like layers\.9\.\*; there are"),
+        watch(converted(), ["layers.9.*"]),
+    ):
+        pass
