@@ -54,7 +54,7 @@ def test_infinite_tolerance_is_none() -> None:
 
 
 def test_bad_method_lists_the_methods() -> None:
-    with pytest.raises(PammError, match="'svd'; choose one of pamm, uniform_crs, exact"):
+    with pytest.raises(PammError, match="'svd'; choose one of pamm, uniform_crs, compact, exact"):
         PammConfig(method="svd")
 
 

@@ -14,7 +14,7 @@ import yaml
 
 from pamm.errors import PammError
 
-METHODS = ("pamm", "uniform_crs", "exact")
+METHODS = ("pamm", "uniform_crs", "compact", "exact")
 BACKENDS = ("auto", "triton", "torch")
 
 
@@ -24,9 +24,11 @@ class PammConfig:
 
     Args:
         method: ``"pamm"`` (the paper's method), ``"uniform_crs"`` (keep the generators, drop every
-            other row: PAMM with tolerance 0) or ``"exact"`` (keep X; the control in comparisons).
+            other row: PAMM with tolerance 0), ``"compact"`` (keep random projections of the
+            features) or ``"exact"`` (keep X; the control in comparisons).
         ratio: r, the share of the b tokens kept as generators, 0 < r <= 1:
-            k = min(b, max(1, ceil(r b))). A string such as ``"1/512"`` is read as a fraction.
+            k = min(b, max(1, ceil(r b))); with ``"compact"``, of the n features instead. A string
+            such as ``"1/512"`` is read as a fraction.
         tolerance: epsilon of the paper's eq. 3, relative to a row's norm: a row is kept if
             ||A_i - A~_i|| <= epsilon ||A_i||. ``None`` (or infinity) keeps every row, which the
             paper found best; 0 keeps the generators alone; 1 and above equal ``None``.

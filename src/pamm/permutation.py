@@ -27,9 +27,9 @@ def permutation_prefix(
     p, q = domain(tokens)
     device = state.device
     position, low, high = state.unbind()
-    key = _mix((position & _WORD) ^ _mix(low))
-    key = _mix(key ^ ((position >> 32) & _WORD) ^ _mix(high ^ (rank * GOLDEN & _WORD)))
-    rounds = _mix((key + torch.arange(1, ROUNDS + 1, device=device) * GOLDEN) & _WORD).unbind()
+    key = mix((position & _WORD) ^ mix(low))
+    key = mix(key ^ ((position >> 32) & _WORD) ^ mix(high ^ (rank * GOLDEN & _WORD)))
+    rounds = mix((key + torch.arange(1, ROUNDS + 1, device=device) * GOLDEN) & _WORD).unbind()
 
     value = torch.arange(k + p * q - tokens, device=device)
     left, right = value // q, value % q
@@ -49,7 +49,7 @@ def domain(tokens: int) -> tuple[int, int]:
     return p, max(1, -(-tokens // p))
 
 
-def _mix(x: Tensor) -> Tensor:
+def mix(x: Tensor) -> Tensor:
     """A bijection of 32-bit words with good avalanche, held in int64 (multiply-xorshift)."""
     x = x ^ (x >> 16)
     x = (x * 0x21F0AAAD) & _WORD

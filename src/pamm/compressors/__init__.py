@@ -4,15 +4,16 @@ Add a method: one file with a class that follows ``Compressor``, one line in ``_
 name in ``pamm.config.METHODS``.
 """
 
+from pamm.compressors.compact import CompAct
 from pamm.compressors.exact import Exact
 from pamm.compressors.pamm import Pamm
 from pamm.compressors.protocol import Compressor, State
 from pamm.compressors.uniform_crs import UniformCRS
 from pamm.config import PammConfig
 
-_METHODS = {"pamm": Pamm, "uniform_crs": UniformCRS, "exact": Exact}
+_METHODS = {"pamm": Pamm, "uniform_crs": UniformCRS, "compact": CompAct, "exact": Exact}
 
-__all__ = ["Compressor", "Exact", "Pamm", "State", "UniformCRS", "compressor"]
+__all__ = ["CompAct", "Compressor", "Exact", "Pamm", "State", "UniformCRS", "compressor"]
 
 
 def compressor(config: PammConfig) -> Compressor:
