@@ -1,4 +1,4 @@
-"""The command line: ``pamm demo``, ``pamm pretrain``. Thin; slow imports are inside commands."""
+"""The command line: ``pamm demo``, ``pretrain``, ``ablate``, ``analyze``, ``report``. Thin; slow imports are inside commands."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -87,6 +87,43 @@ def pretrain(
     from pamm.recipes.settings import PretrainConfig
 
     pretrain(PretrainConfig.load(config), output, Console())
+
+
+@app.command()
+def ablate(
+    study: Annotated[
+        Path, typer.Argument(help="YAML or JSON file of the study.", show_default=False)
+    ],
+    output: Annotated[Path, typer.Option(help="Folder of all studies.", metavar="FOLDER")] = Path(
+        "studies"
+    ),
+    workers: Annotated[
+        int | None,
+        typer.Option(help="Trainings at a time; one on each GPU by default.", min=1),
+    ] = None,
+) -> None:
+    """The paper's studies: a grid of trainings, each cell at its best learning rate, with seeds.
+
+    Ctrl-C stops it with checkpoints; the same command goes on. A file to begin with:
+
+    \b
+    name: method-60m
+    cells: [ratio, method]           # also: shape, tolerance; or cells of your own
+    lrs: [0.001, 0.002, 0.004, 0.008]
+    seeds: [0, 1, 2]
+    tune_steps: 1000                 # of the trainings that choose the rate
+    base:                            # as for pamm pretrain
+      text: my-text
+      model: llama-60m
+      vocabulary: 16384
+      batch_size: 128
+      steps: 3000
+      lr_factor: 0.25
+    """
+    from pamm.recipes.ablate import ablate
+    from pamm.recipes.study import Study
+
+    ablate(Study.load(study), output, Console(), workers)
 
 
 def main() -> None:

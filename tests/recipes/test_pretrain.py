@@ -68,8 +68,9 @@ def test_interrupt_resume_finish_and_ask_again(tmp_path: Path) -> None:
     for expected in (*COLUMNS[1:], "pamm-1/16", "loss.png", "memory.png", "report.html"):
         assert expected in output
     (tmp_path / "straight").mkdir()
-    prepare(made, tmp_path / "straight", quiet())
-    assert train_arm(made, made.arms[0], tmp_path / "straight", quiet(), Stop())
+    tokens = prepare(made, tmp_path / "straight", quiet())
+    straight_folder = tmp_path / "straight/exact"
+    assert train_arm(made, made.arms[0], straight_folder, tokens, quiet(), Stop())
     straight, resumed = (
         load_file(base / "exact/checkpoint-40/model.safetensors")
         for base in (tmp_path / "straight", folder)
@@ -158,6 +159,7 @@ def result(name: str, perplexity: float | None, held: int) -> ArmResult:
         lr=1.0,
         lr_factor=1.0,
         precision="fp32",
+        processes=1,
         device="",
         device_type="cpu",
         versions={},

@@ -38,8 +38,8 @@ class StopAt(Stop):
 def run(folder: Path, made: PretrainConfig, stop: Stop | None = None, arm: int = -1) -> bool:
     """Train one arm of a run; by default the last one, which is PAMM's."""
     folder.mkdir(exist_ok=True)
-    prepare(made, folder, quiet())
-    return train_arm(made, made.arms[arm], folder, quiet(), stop or Stop())
+    tokens, chosen = prepare(made, folder, quiet()), made.arms[arm]
+    return train_arm(made, chosen, folder / chosen.folder, tokens, quiet(), stop or Stop())
 
 
 def weights(folder: Path, step: int = 6) -> dict[str, Tensor]:
@@ -91,7 +91,7 @@ def test_a_kill_loses_what_came_after_the_last_checkpoint_and_nothing_else(tmp_p
 
 
 def test_metrics_have_a_line_for_every_step_and_every_validation(tmp_path: Path) -> None:
-    made = config(tmp_path, steps=5, eval_every=2, gradient_accumulation=2)
+    made = config(tmp_path, steps=5, eval_every=2, global_batch=8)
     run(tmp_path, made)
     metrics = read_json_lines(tmp_path / "pamm-1-16/metrics.jsonl")
     steps = [line for line in metrics if "loss" in line]
