@@ -1,4 +1,4 @@
-"""The command line: ``pamm demo``, ``pretrain``, ``ablate``, ``analyze``, ``report``. Thin; slow imports are inside commands."""
+"""The command line. Thin; slow imports are inside commands."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -124,6 +124,62 @@ def ablate(
     from pamm.recipes.study import Study
 
     ablate(Study.load(study), output, Console(), workers)
+
+
+@app.command()
+def analyze(
+    checkpoint: Annotated[
+        Path, typer.Argument(help="Folder of a trained model.", show_default=False)
+    ],
+    output: Annotated[
+        Path, typer.Option(help="Folder of what is written.", metavar="FOLDER")
+    ] = Path("analysis"),
+    text: Annotated[
+        list[str] | None,
+        typer.Option(help="Files or folders; else the run's validation text.", show_default=False),
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="File or name; else the run's.", show_default=False)
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="How many to look at.", min=512)] = 8192,
+    layer: Annotated[
+        list[int] | None,
+        typer.Option(help="Number of a block; else first, middle, last.", show_default=False),
+    ] = None,
+    draws: Annotated[int, typer.Option(help="Of generators, for each error.", min=2)] = 8,
+) -> None:
+    """What compression does to a trained model's inputs: error, coverage, PCA, theory.
+
+    Writes analysis.json and, for each chosen block, the pictures of the paper's appendix.
+    """
+    from pamm.recipes.analyze import analyze
+
+    analyze(
+        checkpoint,
+        output,
+        Console(),
+        text=text or (),
+        tokenizer=tokenizer,
+        tokens=tokens,
+        layers=layer,
+        draws=draws,
+    )
+
+
+@app.command()
+def report(
+    results: Annotated[
+        list[Path], typer.Argument(help="Folders of runs, studies and analyses.")
+    ],
+    output: Annotated[
+        Path, typer.Option(help="Folder of the page and the pictures.", metavar="FOLDER")
+    ] = Path("docs/results"),
+) -> None:
+    """All results on one page, beside the paper's tables; as HTML, and as Markdown for the docs."""
+    from pamm.recipes.overview import write_overview
+
+    for path in write_overview(results, output):
+        typer.echo(path)
 
 
 def main() -> None:

@@ -152,7 +152,7 @@ def _tokenizer(
             tokenizer = train_bpe(texts.read(), config.vocabulary)
         end_of_text = tokenizer.token_to_id(END_OF_TEXT)
     else:
-        tokenizer, end_of_text = _load_tokenizer(config.tokenizer)
+        tokenizer, end_of_text = load_tokenizer(config.tokenizer)
     write_text(folder / "tokenizer.json", tokenizer.to_str())
     return tokenizer, end_of_text
 
@@ -179,7 +179,8 @@ def train_bpe(texts: Iterable[str], vocabulary: int) -> Tokenizer:
     return tokenizer
 
 
-def _load_tokenizer(name: str) -> tuple[Tokenizer, int | None]:
+def load_tokenizer(name: str) -> tuple[Tokenizer, int | None]:
+    """A tokenizer that ``AutoTokenizer`` finds, and the number of its token that ends a text."""
     from transformers import AutoTokenizer
 
     try:
