@@ -132,9 +132,7 @@ def principal_plane(x: Float[Tensor, "tokens n"], config: PammConfig) -> Project
     f = compressed.assignment.to(torch.int64)
     approximation = compressed.coefficients[:, None] * compressed.generators[f]
     share = (values[-2:].flip(0) / values.sum()).tolist()
-    return Projection(
-        (x - mean) @ plane, (approximation - mean) @ plane, f, (share[0], share[1])
-    )
+    return Projection((x - mean) @ plane, (approximation - mean) @ plane, f, (share[0], share[1]))
 
 
 def _rows(tensor: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from matplotlib.figure import Figure
 
 from pamm.analysis.fidelity import Projection
-from pamm.analysis.plots import COLOURS, new_figure
+from pamm.analysis.plots import COLOURS, new_figure, plain_numbers
 from pamm.report import format_ratio
 
 Rows = Sequence[dict[str, Any]]
@@ -65,7 +65,9 @@ def errors(rows: Rows, title: str) -> Figure:
     return figure
 
 
-def over_tolerance(rows: Rows, value: str, label: str, title: str) -> Figure:
+def over_tolerance(
+    rows: Rows, value: str, label: str, title: str, logarithmic: bool = False
+) -> Figure:
     """A value over epsilon, one line for each ratio; infinity at the right end."""
     finite = sorted({row["tolerance"] for row in rows if row["tolerance"] is not None})
     places = {tolerance: number for number, tolerance in enumerate([*finite, None])}
@@ -79,7 +81,11 @@ def over_tolerance(rows: Rows, value: str, label: str, title: str) -> Figure:
     axes.set_xlabel("tolerance ε")
     axes.set_ylabel(label)
     axes.set_title(title)
-    axes.set_ylim(0, None)
+    if logarithmic:
+        axes.set_yscale("log")
+        plain_numbers(axes.yaxis)
+    else:
+        axes.set_ylim(0, None)
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
     return figure
@@ -95,6 +101,8 @@ def methods(rows: Rows, title: str) -> Figure:
                   label=name)  # fmt: skip
     axes.set_xscale("log")
     axes.set_yscale("log")
+    plain_numbers(axes.xaxis)
+    plain_numbers(axes.yaxis)
     axes.set_xlabel("bytes held per token (log scale)")
     axes.set_ylabel("relative L2 error (log scale)")
     axes.set_title(title)
@@ -142,10 +150,11 @@ def density(rows: Rows, title: str) -> Figure:
                       label=f"ε = {tolerance:g}")  # fmt: skip
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
+        plain_numbers(axes.yaxis)
         axes.set_xlabel("tokens b (log scale)")
         axes.set_ylabel(f"{label} (log scale)")
         axes.grid(alpha=0.25)
-    panels[0].legend(frameon=False)
+    figure.legend(*panels[0].get_legend_handles_labels(), frameon=False, loc="outside right upper")
     figure.suptitle(title)
     return figure
 
@@ -156,13 +165,14 @@ def complexity(rows: Rows, title: str) -> Figure:
     points = sorted(rows, key=lambda row: row["k"])
     x = [row["k"] for row in points]
     axes.plot(x, [row["gamma"] for row in points], "s--", color=COLOURS[0], ms=4,
-              label="multiplications, predicted: γ")  # fmt: skip
+              label=r"multiplications, predicted: $\gamma$")  # fmt: skip
     axes.plot(x, [row["exact_us"] / row["pamm_us"] for row in points], "o-", color=COLOURS[1],
               ms=4, label="time, measured: exact / PAMM")  # fmt: skip
     axes.axhline(1, color="#888888", lw=1)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xlabel("generators k (log scale)")
+    plain_numbers(axes.yaxis)
     axes.set_ylabel("exact over PAMM (log scale)")
     axes.set_title(title)
     axes.grid(alpha=0.25, which="both")

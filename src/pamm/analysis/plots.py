@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from pamm.report import format_bytes
 
@@ -112,6 +113,13 @@ def new_figure(width: float, height: float, panels: int = 1) -> tuple[Figure, An
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)  # draws without a screen, and without pyplot's global state
     return figure, figure.subplots(1, panels)
+
+
+def plain_numbers(axis: Any) -> None:
+    """2, 5 and 10 on a logarithmic axis, in place of powers of ten."""
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter(NullFormatter())
 
 
 def _columns(points: Sequence[tuple[int, float]]) -> tuple[np.ndarray, np.ndarray]:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from matplotlib.figure import Figure
 
-from pamm.analysis.plots import COLOURS, new_figure
+from pamm.analysis.plots import COLOURS, new_figure, plain_numbers
 from pamm.report import format_ratio
 
 Point = tuple[float, float, float]
@@ -46,6 +46,7 @@ def with_errors(
         axes.set_xticks(range(len(ticks)), list(ticks))
     else:
         axes.set_xscale("log")
+        plain_numbers(axes.xaxis)
     if ratios:
         places = sorted({point[0] for points in series.values() for point in points})
         axes.set_xticks(places, [format_ratio(place) for place in places])

@@ -10,9 +10,7 @@ from torch import Tensor
 _CHUNK = 512  # rows whose cosines with all others are in memory at a time
 
 
-def neighbours(
-    x: Float[Tensor, "b n"], tolerance: float
-) -> Iterator[Bool[Tensor, "chunk b"]]:
+def neighbours(x: Float[Tensor, "b n"], tolerance: float) -> Iterator[Bool[Tensor, "chunk b"]]:
     """Which rows A_j can stand for which A_i: ||A_i - h(A_i, A_j)|| <= eps ||A_i||, in chunks of i.
 
     That is csim^2 >= 1 - eps^2; the relation is symmetric. A row is always its own neighbour.
@@ -90,7 +88,7 @@ def exact_multiplications(tokens: int, n: int, m: int) -> int:
 
 
 def pamm_multiplications(tokens: int, n: int, m: int, k: int) -> dict[str, int]:
-    """Of PAMM, part by part: similarities, norms, B~ and C.T B~ (the paper's complexity section)."""
+    """Of PAMM, part by part (the paper's appendix on complexity)."""
     return {
         "similarities": tokens * k * n,
         "norms": tokens * n,

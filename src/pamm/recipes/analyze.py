@@ -207,7 +207,11 @@ def _draw(result: dict[str, Any], planes: dict[int, Any], output: Path) -> list[
             "pca": figures.pca(planes[layer], f"PAMM, r = 1/512: {where}"),
             "error-ratio": figures.errors(kept, f"Error of the weight gradient, ε = ∞: {where}"),
             "error-tolerance": figures.over_tolerance(
-                of_one, "total", "relative L2 error", f"Error of {name}'s gradient: {where}"
+                of_one,
+                "total",
+                "relative L2 error (log scale)",
+                f"Error of {name}'s gradient: {where}",
+                logarithmic=True,
             ),
             "error-methods": figures.methods(compared, f"Error of {name}'s gradient: {where}"),
             "coverage": figures.over_tolerance(

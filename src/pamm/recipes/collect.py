@@ -15,6 +15,8 @@ from pamm.recipes.settings import PretrainConfig
 from pamm.recipes.study import Study
 
 Curve = list[tuple[int, float]]
+Tuning = dict[str, list[tuple[float, float]]]
+"""Learning rate and loss of every cell."""
 
 _SIZES = {(512, 8): "60M", (1024, 24): "350M", (2048, 24): "1B", (4096, 32): "7B"}
 
@@ -50,15 +52,29 @@ class Outcome:
         """Of its arm."""
         return self.config.arms[0].config.ratio
 
+    @property
+    def tolerance(self) -> float | None:
+        """Of its arm."""
+        return self.config.arms[0].config.tolerance
+
 
 @dataclasses.dataclass(frozen=True)
 class Found:
     """All that was found."""
 
     outcomes: list[Outcome]
-    tuning: dict[str, dict[str, Curve]]
-    """Of every study, of every cell: learning rate and loss."""
+    tuning: dict[str, Tuning]
+    """Of every study."""
     analyses: dict[Path, dict[str, Any]]
+
+    def add(self, outcomes: list[Outcome]) -> str:
+        """Take up outcomes of one source; returns its name, made different from all others."""
+        taken = {outcome.source for outcome in self.outcomes}
+        name, number = outcomes[0].source if outcomes else "", 2
+        while name in taken:
+            name, number = f"{outcomes[0].source} ({number})", number + 1
+        self.outcomes.extend(dataclasses.replace(each, source=name) for each in outcomes)
+        return name
 
 
 def collect(folders: list[Path]) -> Found:
@@ -73,10 +89,11 @@ def collect(folders: list[Path]) -> Found:
             raise PammError(f"no such folder: {folder}.")
         for path in sorted(folder.rglob(CONFIG)):
             if any(path.parent.glob(f"*/{RESULT}")):
-                found.outcomes.extend(_run(path.parent))
+                found.add(_run(path.parent))
         for path in sorted(folder.rglob(STUDY)):
             if (path.parent / RESULTS).exists():
-                _study(path.parent, found)
+                outcomes, tuning = _study(path.parent)
+                found.tuning[found.add(outcomes)] = tuning
         for path in sorted(folder.rglob(ANALYSIS)):
             found.analyses[path.parent] = read_analysis(path.parent)
     if not found.outcomes and not found.analyses:
@@ -118,8 +135,8 @@ def _run(folder: Path) -> list[Outcome]:
     ]
 
 
-def _study(folder: Path, found: Found) -> None:
-    study = Study.load(folder / STUDY)
+def _study(folder: Path) -> tuple[list[Outcome], Tuning]:
+    study, outcomes = Study.load(folder / STUDY), []
     for row in study.summary(folder):
         runs = study.final(folder, row["cell"])
         curves = [_curve(read_json_lines(run.folder / METRICS)) for run in runs if run.result]
@@ -142,8 +159,8 @@ def _study(folder: Path, found: Found) -> None:
                 )
             },
         )
-        found.outcomes.append(outcome)
-    found.tuning[study.name] = {
+        outcomes.append(outcome)
+    return outcomes, {
         cell: [(run.config.lr, run.loss) for run in study.tuning(folder, cell) if run.result]
         for cell in study.cells
     }

@@ -67,9 +67,9 @@ def _sections(found: Found) -> list[Section]:
         Section(
             "How to read this",
             [
-                "Every table has the paper's numbers beside ours. The paper trained on C4, for more "
-                "steps; where our text, steps or batches differ, perplexities are not comparable "
-                "with the paper's, only differences from exact training are. ± is the standard "
+                "Tables have the paper's numbers beside ours. The paper trained on C4, for more "
+                "steps; where our text, steps or batches differ, perplexities cannot be compared "
+                "with the paper's, only differences from exact training can. ± is the standard "
                 "deviation over seeds. 'edge' marks a learning rate at the end of the grid it was "
                 "chosen from: the best one may lie beyond.",
             ],
@@ -80,8 +80,8 @@ def _sections(found: Found) -> list[Section]:
     if found.outcomes:
         made = [throughput_table(found.outcomes), missing_table(found.outcomes)]
         notes = [
-            "Tokens per second of whole training steps in the recipe, validation left out. Speed is "
-            "measured on its own by pamm bench."
+            "Tokens per second of whole training steps in the recipe, validation left out. "
+            "pamm bench measures speed by itself."
         ]
         sections.append(Section("Throughput, and what was not run", notes, made))
     for folder, analysis in found.analyses.items():
@@ -89,8 +89,8 @@ def _sections(found: Found) -> list[Section]:
             f"{folder.name} {path.stem}": path.read_bytes() for path in sorted(folder.glob("*.png"))
         }
         text = [
-            f"On {analysis['checkpoint']}, {analysis['tokens']:,} tokens, {analysis['draws']} draws "
-            f"for each error, {analysis['device']}. The bound of Lemma 2 is for delta = "
+            f"On {analysis['checkpoint']}, {analysis['tokens']:,} tokens, {analysis['draws']} "
+            f"draws for each error, {analysis['device']}. The bound of Lemma 2 is for delta = "
             f"{analysis['delta']}."
         ]
         title = f"Analysis: {folder.name}"

@@ -1,17 +1,15 @@
 """The pictures of a run or a study, as far as what was trained gives them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from pamm.analysis import study_plots
 from pamm.analysis.plots import png
 from pamm.analysis.study_plots import Point
-from pamm.recipes.collect import Curve, Outcome
+from pamm.recipes.collect import Outcome, Tuning
 from pamm.recipes.tables import exact_of, is_shape_study, ratio_name, tolerance_name
 
 
-def pictures(
-    source: str, outcomes: list[Outcome], tuning: Mapping[str, Curve]
-) -> dict[str, bytes]:
+def pictures(source: str, outcomes: list[Outcome], tuning: Tuning) -> dict[str, bytes]:
     """PNG files, by a name that says what is on them."""
     made = {}
     config = outcomes[0].config
@@ -21,7 +19,7 @@ def pictures(
         made["loss"] = study_plots.validation_curves(curves, config.tokens_per_step, title)
     exact = None if is_shape_study(outcomes) else exact_of(outcomes)
     level = None if exact is None else _point(0, exact)
-    kept = [o for o in outcomes if o.method != "exact" and o.config.arms[0].config.tolerance is None]
+    kept = [each for each in outcomes if each.method != "exact" and each.tolerance is None]
     paper_form = [each for each in kept if each.method == "pamm"]
     if len({each.ratio for each in paper_form}) > 1 and not is_shape_study(outcomes):
         made["ratio"] = study_plots.with_errors(
@@ -32,16 +30,16 @@ def pictures(
     if len({each.method for each in kept}) > 1:
         made["bytes"] = study_plots.with_errors(
             _series(kept, ratio_name, _bytes_per_token), level,
-            "bytes held per token and block (log scale)", f"Methods at equal bytes: {source}",
+            "bytes held per token and block (log scale)", f"Perplexity over bytes held: {source}",
         )  # fmt: skip
     by_tolerance = [each for each in outcomes if each.method == "pamm"]
-    values = {each.config.arms[0].config.tolerance for each in by_tolerance}
+    values = {each.tolerance for each in by_tolerance}
     if len(values) > 1:
         order = sorted(values, key=lambda value: float("inf") if value is None else value)
         made["tolerance"] = study_plots.with_errors(
             _series(
                 by_tolerance, tolerance_name,
-                lambda each: order.index(each.config.arms[0].config.tolerance),
+                lambda each: order.index(each.tolerance),
             ),
             level, "tolerance ε", f"Perplexity over the tolerance: {source}",
             ticks=["∞" if value is None else f"{value:g}" for value in order],
