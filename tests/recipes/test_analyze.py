@@ -66,12 +66,19 @@ def test_a_checkpoint_on_the_text_of_its_run(checkpoint: Path, tmp_path: Path) -
         assert row["exact_us"] > 0
 
 
-def test_a_text_of_ones_own(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_of_ones_own(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "RATIOS", (1 / 32,))
     monkeypatch.setattr(module, "TOLERANCES", (None,))
     (tmp_path / "other.txt").write_text("dog fox " * 3000)
     made = analyze(
-        checkpoint, tmp_path / "out", quiet(), text=[str(tmp_path / "other.txt")], tokens=600, draws=2
+        checkpoint,
+        tmp_path / "out",
+        quiet(),
+        text=[str(tmp_path / "other.txt")],
+        tokens=600,
+        draws=2,
     )
     assert made["tokens"] == 592, "whole sequences"
     assert made["layers"] == [0, 1]

@@ -1,6 +1,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -232,3 +233,35 @@ def test_numbers_that_json_has_not() -> None:
     assert finite(float("nan")) is finite(float("inf")) is None
     assert finite(1.5) == 1.5
     assert perplexity(1e6) == float("inf")
+
+
+def test_blocks_computed_again_in_backward_train_the_same(tmp_path: Path) -> None:
+    made = config(tmp_path)
+    run(tmp_path / "plain", made, arm=0)
+    run(tmp_path / "again", dataclasses.replace(made, activation_checkpointing=True), arm=0)
+    assert lines(tmp_path / "again/exact") == lines(tmp_path / "plain/exact")
+
+
+def test_exact_training_with_a_reduced_rate_takes_it_for_q_k_and_v(tmp_path: Path) -> None:
+    """Of the same gradients: with a rate near 0, q, k and v stay where they began."""
+    arms = (Arm("exact", PammConfig("exact")), Arm("still", PammConfig("exact"), lr_factor=1e-9))
+    made = config(tmp_path, arms=arms, save_every=1)
+    run(tmp_path / "first", dataclasses.replace(made, steps=1, lr=1e-12), arm=0)
+    first = weights(tmp_path / "first/exact", step=1)
+    run(tmp_path / "whole", made, arm=1)
+    last = weights(tmp_path / "whole/still")
+    moved = {
+        name
+        for name, value in last.items()
+        if not torch.allclose(value, first[name], atol=1e-6, rtol=0)
+    }
+    still = {name for name in last if any(f"{part}_proj" in name for part in "qkv")}
+    assert len(still) == 2 * 3
+    assert moved == set(last) - still
+
+
+def test_sharing_weights_needs_gpus() -> None:
+    """Accelerate would train copies instead, without a word."""
+    trainer: Any = SimpleNamespace(args=SimpleNamespace(fsdp=True), is_fsdp_enabled=False)
+    with pytest.raises(PammError, match="Accelerate found none"):
+        training._check_shared(trainer)

@@ -101,11 +101,7 @@ def train_arm(
             StopCallback(stop),
         ],
     )
-    if arguments.fsdp and not trainer.is_fsdp_enabled:
-        raise PammError(
-            "fsdp shares weights between GPUs, and Accelerate found none. Leave fsdp out, or start "
-            "the run on a machine with GPUs."
-        )
+    _check_shared(trainer)
     trainer.remove_callback(PrinterCallback)
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     if trainer.state.global_step < config.steps:
@@ -138,6 +134,15 @@ def last_checkpoint(folder: Path) -> tuple[Path | None, int]:
 def _converts(config: PretrainConfig, arm: Arm) -> bool:
     """Exact arms stay as they are, unless q, k and v have a rate of their own."""
     return not arm.is_exact or config.lr_factor_of(arm) != 1
+
+
+def _check_shared(trainer: Trainer) -> None:
+    """Accelerate shares weights between accelerators only; elsewhere it would say nothing."""
+    if trainer.args.fsdp and not trainer.is_fsdp_enabled:
+        raise PammError(
+            "fsdp shares weights between GPUs, and Accelerate found none. Leave fsdp out, or start "
+            "the run on a machine with GPUs."
+        )
 
 
 def _writers(
