@@ -62,13 +62,20 @@ def demo(
 @app.command()
 def pretrain(
     config: Annotated[
-        Path, typer.Option(help="YAML or JSON file of the run.", metavar="FILE", show_default=False)
+        Path,
+        typer.Option(
+            help="YAML or JSON file of the run, or the name of one of the paper's.",
+            metavar="FILE",
+            show_default=False,
+        ),
     ],
     output: Output = Path("runs"),
 ) -> None:
     """The same comparison on your text, with your model and your arms.
 
-    Ctrl-C stops it with a checkpoint; the same command goes on. A file to begin with:
+    Ctrl-C stops it with a checkpoint; the same command goes on. Runs of the paper come with the
+    package: paper-60m, paper-350m, paper-1b, paper-7b. On several GPUs:
+    torchrun --nproc-per-node 8 -m pamm pretrain --config paper-7b. A file to begin with:
 
     \b
     name: first
@@ -108,7 +115,9 @@ def ablate(
 
     \b
     name: method-60m
-    cells: [ratio, method]           # also: shape, tolerance; or cells of your own
+    cells:                           # also: shape, tolerance; or cells of your own
+      - ratio
+      - method
     lrs: [0.001, 0.002, 0.004, 0.008]
     seeds: [0, 1, 2]
     tune_steps: 1000                 # of the trainings that choose the rate

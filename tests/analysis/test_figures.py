@@ -22,12 +22,14 @@ def rows() -> list[dict[str, Any]]:
 
 
 BOUND = [
-    {"tolerance": 0.5, "k_for_all": 50, "k_bound": 1e6, "curve_k": [1, 100], "curve_coverage": [0, 1]},
-    {"tolerance": 0.9, "k_for_all": 5, "k_bound": 90, "curve_k": [1, 100], "curve_coverage": [0, 1]},
-]  # fmt: skip
+    {"tolerance": e, "k_for_all": k, "k_bound": b, "curve_k": [1, 100], "curve_coverage": [0, 1]}
+    for e, k, b in ((0.5, 50, 1e6), (0.9, 5, 90))
+]
 DENSITY = [
-    {"tolerance": e, "tokens": b, "smallest": 2, "median": b // 4} for e in (0.5, 0.9) for b in (8, 64)
-]  # fmt: skip
+    {"tolerance": e, "tokens": b, "smallest": 2, "median": b // 4}
+    for e in (0.5, 0.9)
+    for b in (8, 64)
+]
 POINTS = torch.randn(50, 2)
 MADE = {
     "pca": lambda: figures.pca(

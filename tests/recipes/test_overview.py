@@ -21,7 +21,8 @@ def base(tmp_path: Path) -> Outcome:
     return Outcome(
         source="study", name="exact", size=size_of(made), config=made, lr=1e-3, lr_factor=1.0,
         seeds=3, perplexity=40.0, spread=0.1, tokens_per_second=1000.0, held_bytes=1 << 28,
-        paper_bytes=None, device="GPU", tuned=True, at_edge=False, curve=[(10, 5.0), (20, 3.7)],
+        paper_bytes=None, device="GPU", processes=1, tuned=True, at_edge=False,
+        curve=[(10, 5.0), (20, 3.7)],
     )  # fmt: skip
 
 
@@ -94,6 +95,15 @@ def test_speeds_of_the_same_size_are_side_by_side(base: Outcome) -> None:
     other = [dataclasses.replace(each, size="9M") for each in (base, fast)]
     (row,) = cells(tables.throughput_table(other)).values()
     assert (row["change"], row["paper: change"]) == ("+10.0%", "")
+
+
+def test_scaling_is_against_one_device_with_the_same_pass(base: Outcome) -> None:
+    two = variant(base, "exact", 1.0, method="exact", processes=2, tokens_per_second=1800.0)
+    four = variant(two, "exact", 1.0, method="exact", processes=4, run={"fsdp": True})
+    other = variant(two, "exact", 1.0, method="exact", run={"batch_size": 2})
+    rows = tables.scaling_table([base, two, four, other]).rows
+    assert [row[3] for row in rows] == ["DDP", "FSDP2", "DDP"]
+    assert [row[-1] for row in rows] == ["90.0%", "45.0%", ""]
 
 
 def test_sizes_that_were_not_run_are_told(base: Outcome) -> None:

@@ -125,3 +125,10 @@ def test_studies_that_are_refused(tmp_path: Path, change: dict[str, Any], parts:
         Study.load(tmp_path / "study.json")
     for part in parts:
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["60m", "60m-shape", "60m-tolerance"])
+def test_the_projects_own_studies_can_be_read(name: str) -> None:
+    made = Study.load(Path(__file__).parents[2] / "benchmarks/studies" / f"{name}.yaml")
+    assert made.name == name
+    assert len(made.cells) >= 12

@@ -38,6 +38,7 @@ class Outcome:
     held_bytes: int
     paper_bytes: int | None
     device: str
+    processes: int
     tuned: bool
     at_edge: bool
     curve: Curve
@@ -127,6 +128,7 @@ def _run(folder: Path) -> list[Outcome]:
             held_bytes=result.held_bytes,
             paper_bytes=result.paper_bytes,
             device=result.device,
+            processes=result.processes,
             tuned=False,
             at_edge=False,
             curve=_curve(metrics[result.name]),
@@ -147,6 +149,7 @@ def _study(folder: Path) -> tuple[list[Outcome], Tuning]:
             config=runs[0].config,
             tuned=len(study.lrs) > 1,
             at_edge=row["lr_at_edge"],
+            processes=1,
             curve=[
                 (points[0][0], statistics.mean(value for _, value in points))
                 for points in zip(*curves, strict=False)

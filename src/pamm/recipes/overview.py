@@ -16,6 +16,7 @@ from pamm.recipes.tables import (
     is_shape_study,
     missing_table,
     results_table,
+    scaling_table,
     shape_table,
     throughput_table,
 )
@@ -78,7 +79,8 @@ def _sections(found: Found) -> list[Section]:
     for source, outcomes in by_source(found.outcomes).items():
         sections.append(_source(source, outcomes, found))
     if found.outcomes:
-        made = [throughput_table(found.outcomes), missing_table(found.outcomes)]
+        tables = (throughput_table, scaling_table, missing_table)
+        made = [table(found.outcomes) for table in tables]
         notes = [
             "Tokens per second of whole training steps in the recipe, validation left out. "
             "pamm bench measures speed by itself."

@@ -137,6 +137,35 @@ def throughput_table(outcomes: list[Outcome]) -> Table:
     return Table(f"Ours, and the paper's: {numbers['source']}", columns, rows)
 
 
+def scaling_table(outcomes: list[Outcome]) -> Table:
+    """Tokens per second on several devices, and the share of as many times one device's."""
+
+    def kind(outcome: Outcome) -> tuple[object, ...]:
+        config = outcome.config
+        return outcome.size, config.arms[0].config, config.tokens_per_pass, config.compile
+
+    alone = {kind(each): each.tokens_per_second for each in outcomes if each.processes == 1}
+    rows = []
+    for outcome in (each for each in outcomes if each.processes > 1):
+        one, speed = alone.get(kind(outcome)), outcome.tokens_per_second
+        rows.append(
+            [
+                outcome.size,
+                outcome.name,
+                f"{outcome.processes} x {outcome.device}",
+                "FSDP2" if outcome.config.fsdp else "DDP",
+                f"{outcome.config.tokens_per_pass:,}",
+                f"{speed:,.0f}",
+                "" if one is None else f"{speed / one / outcome.processes:.1%}",
+            ]
+        )
+    columns = [
+        *("model", "training", "devices", "sharing", "tokens in a pass", "tokens/s"),
+        "of ideal",
+    ]
+    return Table("Several devices", columns, rows)
+
+
 def missing_table(outcomes: list[Outcome]) -> Table:
     """What the paper reports for sizes that none of our results is of."""
     numbers, rows = paper()["pretrain"], []
