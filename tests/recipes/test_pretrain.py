@@ -107,6 +107,11 @@ def test_a_folder_of_another_run_is_refused_and_not_touched(tmp_path: Path) -> N
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 
 
+def test_an_error_of_the_training_is_not_taken_for_one_of_the_folder(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="no space"), open_run(config(tmp_path), tmp_path / "run"):
+        raise OSError("no space left")
+
+
 def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "cat.jpg").write_text("meow")

@@ -52,7 +52,9 @@ def with_errors(
         axes.set_xticks(places, [format_ratio(place) for place in places])
         axes.minorticks_off()
     axes.set_xlabel(x_label)
-    axes.set_ylabel("validation perplexity")
+    spread = any(half for points in series.values() for _, _, half in points)
+    bars = " (bars: standard deviation over seeds)" if spread else ""
+    axes.set_ylabel(f"validation perplexity{bars}")
     axes.set_title(title)
     axes.grid(alpha=0.25)
     axes.legend(frameon=False, fontsize=9)

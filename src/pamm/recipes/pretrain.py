@@ -76,19 +76,20 @@ def open_run(config: PretrainConfig, folder: Path) -> Iterator[Path]:
             f"{folder} is not empty ({', '.join(others[:3])}) and no run of pamm. Choose another "
             "name or output folder."
         )
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with lock(folder / ".lock") as is_ours:
-            if not is_ours:
-                raise PammError(
-                    f"another process is at work on the run in {folder}. Wait until it ends, or "
-                    "choose another name."
-                )
-            yield folder
-    except OSError as error:
-        raise PammError(
-            f"cannot write in {folder}: {error.strerror}. Choose another output folder."
-        ) from error
+    with contextlib.ExitStack() as stack:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            is_ours = stack.enter_context(lock(folder / ".lock"))
+        except OSError as error:
+            raise PammError(
+                f"cannot write in {folder}: {error.strerror}. Choose another output folder."
+            ) from error
+        if not is_ours:
+            raise PammError(
+                f"another process is at work on the run in {folder}. Wait until it ends, or choose "
+                "another name."
+            )
+        yield folder
 
 
 def train_arms(
