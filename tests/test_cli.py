@@ -77,6 +77,30 @@ def test_the_example_in_the_help_is_a_valid_configuration() -> None:
     assert "text: my-text" in shown
 
 
+def test_the_study_in_the_help_is_a_valid_one() -> None:
+    from pamm.cli import ablate
+    from pamm.recipes.study import Study
+
+    made = Study(**yaml.safe_load((ablate.__doc__ or "").partition("\b\n")[2]))
+    assert "pamm 1/512" in made.cells
+    shown = call("ablate", "--help").stdout
+    assert "- method" in shown
+    assert "seeds: [0, 1, 2]" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["ablate", "none.yaml"], "cannot read none.yaml"),
+        (["analyze", "none"], "none holds no model"),
+        (["report", "none"], "no such folder: none"),
+    ],
+)
+def test_a_bad_path(tmp_path: Path, arguments: list[str], part: str) -> None:
+    check_refused(call(*arguments, "--output", tmp_path / "out"), part)
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("change", "parts"),
     [

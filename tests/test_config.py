@@ -55,7 +55,7 @@ def test_infinite_tolerance_is_none() -> None:
 
 def test_bad_method_lists_the_methods() -> None:
     with pytest.raises(
-        PammError, match="'svd'; choose one of pamm, subspace, uniform_crs, recompute, exact"
+        PammError, match="'svd'; choose one of pamm, subspace, uniform_crs, compact, recompute"
     ):
         PammConfig(method="svd")
 

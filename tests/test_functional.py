@@ -13,6 +13,7 @@ from tests.helpers import exact_config, saved_bytes, saved_tensors, strided, ten
 from tests.tolerances import assert_implementation_error
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+METHODS = ("pamm", "uniform_crs", "compact", "exact")
 COARSE = PammConfig(ratio=1 / 8)
 
 
@@ -137,7 +138,7 @@ def test_sums_stay_in_fp32_when_backward_runs_under_autocast() -> None:
 
 
 @pytest.mark.parametrize("config", [COARSE, PammConfig(ratio=0.1, tolerance=0.5)])
-@pytest.mark.parametrize("method", ["pamm", "uniform_crs", "exact"])
+@pytest.mark.parametrize("method", METHODS)
 def test_exactly_the_predicted_bytes_are_saved(config: PammConfig, method: str) -> None:
     config = PammConfig(method, config.ratio, config.tolerance)
     for dtype in (torch.float32, torch.bfloat16):
@@ -255,7 +256,7 @@ class TestEdgeCases:
         assert weight.grad is not None
         return weight.grad, grad.T @ x
 
-    @pytest.mark.parametrize("method", ["pamm", "uniform_crs", "exact"])
+    @pytest.mark.parametrize("method", METHODS)
     @pytest.mark.parametrize("tolerance", [None, 0.0, 0.5])
     def test_empty_batch_gives_zero_gradients(self, method: str, tolerance: float | None) -> None:
         config = PammConfig(method, 1 / 8, tolerance)

@@ -1,4 +1,4 @@
-"""The command line: ``pamm demo`` and others. Thin; slow imports are inside commands."""
+"""The command line. Thin; slow imports are inside commands."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -62,13 +62,20 @@ def demo(
 @app.command()
 def pretrain(
     config: Annotated[
-        Path, typer.Option(help="YAML or JSON file of the run.", metavar="FILE", show_default=False)
+        Path,
+        typer.Option(
+            help="YAML or JSON file of the run, or the name of one of the paper's.",
+            metavar="FILE",
+            show_default=False,
+        ),
     ],
     output: Output = Path("runs"),
 ) -> None:
     """The same comparison on your text, with your model and your arms.
 
-    Ctrl-C stops it with a checkpoint; the same command goes on. A file to begin with:
+    Ctrl-C stops it with a checkpoint; the same command goes on. Runs of the paper come with the
+    package: paper-60m, paper-350m, paper-1b, paper-7b. On several GPUs:
+    torchrun --nproc-per-node 8 -m pamm pretrain --config paper-7b. A file to begin with:
 
     \b
     name: first
@@ -154,6 +161,99 @@ def plan(
             checkpointing=checkpointing,
         )
     Console().print(found)
+
+
+@app.command()
+def ablate(
+    study: Annotated[
+        Path, typer.Argument(help="YAML or JSON file of the study.", show_default=False)
+    ],
+    output: Annotated[Path, typer.Option(help="Folder of all studies.", metavar="FOLDER")] = Path(
+        "studies"
+    ),
+    workers: Annotated[
+        int | None,
+        typer.Option(help="Trainings at a time; one on each GPU by default.", min=1),
+    ] = None,
+) -> None:
+    """The paper's studies: a grid of trainings, each cell at its best learning rate, with seeds.
+
+    Ctrl-C stops it with checkpoints; the same command goes on. A file to begin with:
+
+    \b
+    name: method-60m
+    cells:                           # also: shape, tolerance; or cells of your own
+      - ratio
+      - method
+    lrs: [0.001, 0.002, 0.004, 0.008]
+    seeds: [0, 1, 2]
+    tune_steps: 1000                 # of the trainings that choose the rate
+    base:                            # as for pamm pretrain
+      text: my-text
+      model: llama-60m
+      vocabulary: 16384
+      batch_size: 128
+      steps: 3000
+      lr_factor: 0.25
+    """
+    from pamm.recipes.ablate import ablate
+    from pamm.recipes.study import Study
+
+    ablate(Study.load(study), output, Console(), workers)
+
+
+@app.command()
+def analyze(
+    checkpoint: Annotated[
+        Path, typer.Argument(help="Folder of a trained model.", show_default=False)
+    ],
+    output: Annotated[
+        Path, typer.Option(help="Folder of what is written.", metavar="FOLDER")
+    ] = Path("analysis"),
+    text: Annotated[
+        list[str] | None,
+        typer.Option(help="Files or folders; else the run's validation text.", show_default=False),
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="File or name; else the run's.", show_default=False)
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="How many to look at.", min=512)] = 8192,
+    layer: Annotated[
+        list[int] | None,
+        typer.Option(help="Number of a block; else first, middle, last.", show_default=False),
+    ] = None,
+    draws: Annotated[int, typer.Option(help="Of generators, for each error.", min=2)] = 8,
+) -> None:
+    """What compression does to a trained model's inputs: error, coverage, PCA, theory.
+
+    Writes analysis.json and, for each chosen block, the pictures of the paper's appendix.
+    """
+    from pamm.recipes.analyze import analyze
+
+    analyze(
+        checkpoint,
+        output,
+        Console(),
+        text=text or (),
+        tokenizer=tokenizer,
+        tokens=tokens,
+        layers=layer,
+        draws=draws,
+    )
+
+
+@app.command()
+def report(
+    results: Annotated[list[Path], typer.Argument(help="Folders of runs, studies and analyses.")],
+    output: Annotated[
+        Path, typer.Option(help="Folder of the page and the pictures.", metavar="FOLDER")
+    ] = Path("docs/results"),
+) -> None:
+    """All results on one page, beside the paper's tables; as HTML, and as Markdown for the docs."""
+    from pamm.recipes.overview import write_overview
+
+    for path in write_overview(results, output):
+        typer.echo(path)
 
 
 def main() -> None:

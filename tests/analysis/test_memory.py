@@ -37,7 +37,7 @@ def test_under_autocast_exact_training_keeps_three_copies_of_it() -> None:
     assert measure(None, autocast=True)[0] == [3 * X_BYTES // 2] * 2
 
 
-@pytest.mark.parametrize("method", ["exact", "pamm", "uniform_crs"])
+@pytest.mark.parametrize("method", ["exact", "pamm", "uniform_crs", "compact"])
 def test_a_converted_model_holds_exactly_what_is_predicted(method: str) -> None:
     measured, predicted = measure(method)
     assert measured == [predicted] * 2

@@ -88,7 +88,7 @@ def step(
     return [parameter.grad.clone() for parameter in target.parameters()]
 
 
-@pytest.mark.parametrize("method", ["pamm", "subspace", "uniform_crs"])
+@pytest.mark.parametrize("method", ["pamm", "subspace", "uniform_crs", "compact"])
 def test_a_compiled_model_gets_the_gradients_of_the_eager_one(method: str) -> None:
     config = pamm.PammConfig(method, ratio=1 / 8)
     eager, target = converted(config), converted(config)

@@ -68,8 +68,9 @@ def test_interrupt_resume_finish_and_ask_again(tmp_path: Path) -> None:
     for expected in (*COLUMNS[1:], "pamm-1/16", "loss.png", "memory.png", "report.html"):
         assert expected in output
     (tmp_path / "straight").mkdir()
-    prepare(made, tmp_path / "straight", quiet())
-    assert train_arm(made, made.arms[0], tmp_path / "straight", quiet(), Stop())
+    tokens = prepare(made, tmp_path / "straight", quiet())
+    straight_folder = tmp_path / "straight/exact"
+    assert train_arm(made, made.arms[0], straight_folder, tokens, quiet(), Stop())
     straight, resumed = (
         load_file(base / "exact/checkpoint-40/model.safetensors")
         for base in (tmp_path / "straight", folder)
@@ -104,6 +105,11 @@ def test_a_folder_of_another_run_is_refused_and_not_touched(tmp_path: Path) -> N
     expected = "arms.pamm-1/16.ratio (0.0625 there, 0.125 now), steps (6 there, 7 now)."
     assert f"these keys differ: {expected} Choose another name" in str(caught.value)
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+
+
+def test_an_error_of_the_training_is_not_taken_for_one_of_the_folder(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="no space"), open_run(config(tmp_path), tmp_path / "run"):
+        raise OSError("no space left")
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
@@ -158,6 +164,7 @@ def result(name: str, perplexity: float | None, held: int) -> ArmResult:
         lr=1.0,
         lr_factor=1.0,
         precision="fp32",
+        processes=1,
         device="",
         device_type="cpu",
         versions={},

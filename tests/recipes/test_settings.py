@@ -4,6 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from pamm.config import PammConfig
 from pamm.errors import PammError
@@ -68,7 +70,12 @@ def test_the_model_can_be_a_file(tmp_path: Path) -> None:
         ({"steps": 0}, ["steps is 0", "1 or above"]),
         ({"steps": "many"}, ["steps is 'many'", "whole number"]),
         ({"batch_size": 1.5}, ["batch_size is 1.5", "whole number"]),
-        ({"gradient_accumulation": True}, ["gradient_accumulation is True"]),
+        ({"global_batch": True}, ["global_batch is True"]),
+        ({"global_batch": 12}, ["global_batch is 12", "multiple of 8"]),
+        ({"precision": "fp8"}, ["precision is 'fp8'", "bf16, fp32"]),
+        ({"attention": "flash"}, ["attention is 'flash'", "flash_attention_2"]),
+        ({"fsdp": "yes"}, ["fsdp is 'yes'", "true or false"]),
+        ({"max_grad_norm": 0}, ["max_grad_norm is 0"]),
         ({"sequence_length": 1}, ["sequence_length is 1", "2 or above"]),
         ({"vocabulary": 100}, ["vocabulary is 100", "257 or above"]),
         ({"lr": 0}, ["lr is 0", "above 0"]),
@@ -118,3 +125,35 @@ def test_an_error_in_a_file_names_the_file(tmp_path: Path) -> None:
 def test_configurations_are_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         Arm("exact", PammConfig(method="exact")).name = "other"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("size", ["60m", "350m", "1b", "7b"])
+def test_the_papers_runs_come_with_the_package(size: str) -> None:
+    config = PretrainConfig.load(f"paper-{size}")
+    assert config.model == PretrainConfig.from_dict(VALUES | {"model": f"llama-{size}"}).model
+    assert config.tokens_per_step == 512 * 256
+    assert config.accumulation(processes=8 if size == "7b" else 1) == {
+        "60m": 4, "350m": 4, "1b": 8, "7b": 1
+    }[size]  # fmt: skip
+    exact, *approximate = config.arms
+    assert config.lr_factor_of(exact) == 1
+    assert {config.lr_factor_of(arm) for arm in approximate} == {0.25}
+    assert config.fsdp == (size == "7b")
+
+
+@pytest.mark.parametrize(
+    ("size", "millions"), [("60m", 58), ("350m", 368), ("1b", 1339), ("7b", 6738)]
+)
+def test_models_that_come_with_the_package_have_the_papers_size(size: str, millions: int) -> None:
+    """With GaLore's vocabulary of 32,000 and untied embeddings."""
+    model = PretrainConfig.from_dict(VALUES | {"model": f"llama-{size}"}).model
+    with torch.device("meta"):
+        made = LlamaForCausalLM(LlamaConfig(**model, vocab_size=32_000))  # type: ignore[arg-type]
+    count = sum(parameter.numel() for parameter in made.parameters())
+    assert round(count / 1e6) == millions
+
+
+def test_a_factor_of_the_run_is_not_for_exact_arms_and_one_of_the_arm_is() -> None:
+    arms = {"exact": {"method": "exact"}, "slow": {"method": "exact", "lr_factor": 0.5}, "pamm": {}}
+    config = PretrainConfig.from_dict(VALUES | {"arms": arms, "lr_factor": 0.25})
+    assert [config.lr_factor_of(arm) for arm in config.arms] == [1.0, 0.5, 0.25]

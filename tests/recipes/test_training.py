@@ -1,6 +1,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,8 +39,8 @@ class StopAt(Stop):
 def run(folder: Path, made: PretrainConfig, stop: Stop | None = None, arm: int = -1) -> bool:
     """Train one arm of a run; by default the last one, which is PAMM's."""
     folder.mkdir(exist_ok=True)
-    prepare(made, folder, quiet())
-    return train_arm(made, made.arms[arm], folder, quiet(), stop or Stop())
+    tokens, chosen = prepare(made, folder, quiet()), made.arms[arm]
+    return train_arm(made, chosen, folder / chosen.folder, tokens, quiet(), stop or Stop())
 
 
 def weights(folder: Path, step: int = 6) -> dict[str, Tensor]:
@@ -91,7 +92,7 @@ def test_a_kill_loses_what_came_after_the_last_checkpoint_and_nothing_else(tmp_p
 
 
 def test_metrics_have_a_line_for_every_step_and_every_validation(tmp_path: Path) -> None:
-    made = config(tmp_path, steps=5, eval_every=2, gradient_accumulation=2)
+    made = config(tmp_path, steps=5, eval_every=2, global_batch=8)
     run(tmp_path, made)
     metrics = read_json_lines(tmp_path / "pamm-1-16/metrics.jsonl")
     steps = [line for line in metrics if "loss" in line]
@@ -232,3 +233,35 @@ def test_numbers_that_json_has_not() -> None:
     assert finite(float("nan")) is finite(float("inf")) is None
     assert finite(1.5) == 1.5
     assert perplexity(1e6) == float("inf")
+
+
+def test_blocks_computed_again_in_backward_train_the_same(tmp_path: Path) -> None:
+    made = config(tmp_path)
+    run(tmp_path / "plain", made, arm=0)
+    run(tmp_path / "again", dataclasses.replace(made, activation_checkpointing=True), arm=0)
+    assert lines(tmp_path / "again/exact") == lines(tmp_path / "plain/exact")
+
+
+def test_exact_training_with_a_reduced_rate_takes_it_for_q_k_and_v(tmp_path: Path) -> None:
+    """Of the same gradients: with a rate near 0, q, k and v stay where they began."""
+    arms = (Arm("exact", PammConfig("exact")), Arm("still", PammConfig("exact"), lr_factor=1e-9))
+    made = config(tmp_path, arms=arms, save_every=1)
+    run(tmp_path / "first", dataclasses.replace(made, steps=1, lr=1e-12), arm=0)
+    first = weights(tmp_path / "first/exact", step=1)
+    run(tmp_path / "whole", made, arm=1)
+    last = weights(tmp_path / "whole/still")
+    moved = {
+        name
+        for name, value in last.items()
+        if not torch.allclose(value, first[name], atol=1e-6, rtol=0)
+    }
+    still = {name for name in last if any(f"{part}_proj" in name for part in "qkv")}
+    assert len(still) == 2 * 3
+    assert moved == set(last) - still
+
+
+def test_sharing_weights_needs_gpus() -> None:
+    """Accelerate would train copies instead, without a word."""
+    trainer: Any = SimpleNamespace(args=SimpleNamespace(fsdp=True), is_fsdp_enabled=False)
+    with pytest.raises(PammError, match="Accelerate found none"):
+        training._check_shared(trainer)

@@ -1,4 +1,4 @@
-"""Figures of a comparison: loss curves and memory bars. The only file that imports matplotlib."""
+"""Figures of a comparison: loss curves and memory bars. Only here matplotlib is imported."""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -7,17 +7,18 @@ from typing import Any
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from pamm.report import format_bytes
 
-# Okabe and Ito's colours, told apart by colour-blind readers too; black for the first arm, which
-# others are compared with.
-_COLOURS = ("#000000", "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
+COLOURS = ("#000000", "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
+"""Okabe and Ito's, told apart by colour-blind readers too; black for the first arm, which others
+are compared with."""
 
 
 def colours(arms: Sequence[str]) -> dict[str, str]:
     """One colour for each arm, by its place; the same in every figure of a run."""
-    return {arm: _COLOURS[number % len(_COLOURS)] for number, arm in enumerate(arms)}
+    return {arm: COLOURS[number % len(COLOURS)] for number, arm in enumerate(arms)}
 
 
 def loss_curves(
@@ -32,10 +33,10 @@ def loss_curves(
         validation: the same, of validations.
         tokens_per_step: turns steps into tokens.
     """
-    figure, axes = _figure(8, 5)
+    figure, axes = new_figure(8, 5)
     millions = tokens_per_step / 1e6
     for number, (arm, colour) in enumerate(colours(list(training)).items()):
-        line = "o-" if number < len(_COLOURS) else "o--"  # colours repeat
+        line = "o-" if number < len(COLOURS) else "o--"  # colours repeat
         steps, losses = _columns(training[arm])
         window = max(1, len(losses) // 50)
         axes.plot(
@@ -57,7 +58,7 @@ def loss_curves(
 
 def memory_bars(held: Mapping[str, int]) -> Figure:
     """Bytes held for backward in place of the q/k/v inputs, one bar an arm, on a log scale."""
-    figure, axes = _figure(8, 1.2 + 0.55 * len(held))
+    figure, axes = new_figure(8, 1.2 + 0.55 * len(held))
     arms, values = list(held), [max(count, 1) for count in held.values()]
     bars = axes.barh(arms, values, color=list(colours(arms).values()), height=0.6)
     axes.bar_label(bars, [format_bytes(count) for count in held.values()], padding=5)
@@ -82,7 +83,7 @@ def speed_bars(speeds: Mapping[str, Mapping[str, float]]) -> Figure:
         speeds: for each case, each arm's speed over that of exact training.
     """
     arms = list(dict.fromkeys(arm for case in speeds.values() for arm in case))
-    figure, axes = _figure(max(6, 1.2 + 1.1 * len(speeds)), 4.5)
+    figure, axes = new_figure(max(6, 1.2 + 1.1 * len(speeds)), 4.5)
     width = 0.8 / max(len(arms), 1)
     palette = colours(["exact", *arms])
     for number, arm in enumerate(arms):
@@ -107,10 +108,18 @@ def png(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
-def _figure(width: float, height: float) -> tuple[Figure, Any]:
+def new_figure(width: float, height: float, panels: int = 1) -> tuple[Figure, Any]:
+    """A figure and its axes; with several panels an array of them, side by side."""
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)  # draws without a screen, and without pyplot's global state
-    return figure, figure.add_subplot()
+    return figure, figure.subplots(1, panels)
+
+
+def plain_numbers(axis: Any) -> None:
+    """2, 5 and 10 on a logarithmic axis, in place of powers of ten."""
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter(NullFormatter())
 
 
 def _columns(points: Sequence[tuple[int, float]]) -> tuple[np.ndarray, np.ndarray]:

@@ -4,6 +4,7 @@ Add a method: one file with a class that follows ``Compressor``, one line in ``_
 name in ``pamm.config.METHODS``.
 """
 
+from pamm.compressors.compact import CompAct
 from pamm.compressors.exact import Exact
 from pamm.compressors.pamm import Pamm
 from pamm.compressors.protocol import Compressor, Memoryless, State
@@ -12,9 +13,16 @@ from pamm.compressors.uniform_crs import UniformCRS
 from pamm.config import PammConfig
 from pamm.errors import PammError
 
-_METHODS = {"pamm": Pamm, "subspace": Subspace, "uniform_crs": UniformCRS, "exact": Exact}
+_METHODS = {
+    "pamm": Pamm,
+    "subspace": Subspace,
+    "uniform_crs": UniformCRS,
+    "compact": CompAct,
+    "exact": Exact,
+}
 
 __all__ = [
+    "CompAct",
     "Compressor",
     "Exact",
     "Memoryless",

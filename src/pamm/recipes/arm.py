@@ -22,11 +22,14 @@ def main(run_folder: Path, arm_folder: str) -> int:
     stop = Stop()
     stop.listen()  # before the imports below, which take seconds
     try:
+        from pamm.recipes.tokens import Tokens
         from pamm.recipes.training import train_arm
 
         config = PretrainConfig.load(run_folder / "config.yaml")
         arm = next(arm for arm in config.arms if arm.folder == arm_folder)
-        finished = train_arm(config, arm, run_folder, Console(), stop)
+        finished = train_arm(
+            config, arm, run_folder / arm.folder, Tokens.open(run_folder), Console(), stop
+        )
     except PammError as error:
         show_error(error)
         return 2

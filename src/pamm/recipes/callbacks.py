@@ -131,7 +131,10 @@ class ProgressCallback(TrainerCallback):
 
 
 class StopCallback(TrainerCallback):
-    """Ends training after the current step, with a checkpoint, once ``stop`` is asked to."""
+    """Ends training after the current step, with a checkpoint, once ``stop`` is asked to.
+
+    Of several processes it is enough to ask one: all end after the same step.
+    """
 
     def __init__(self, stop: Stop) -> None:
         self._stop = stop
@@ -140,7 +143,12 @@ class StopCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Ask the Trainer to save and to stop."""
-        if self._stop.asked:
+        asked = self._stop.asked
+        if args.world_size > 1:
+            flag = torch.tensor(int(asked), device=args.device)
+            torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
+            asked = bool(flag)
+        if asked:
             control.should_save = True
             control.should_training_stop = True
 

@@ -1,7 +1,10 @@
 """Files that a kill never leaves half written, and JSON lines that may have been cut short."""
 
+import contextlib
+import fcntl
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,3 +33,23 @@ def read_json_lines(path: Path) -> list[Any]:
     """
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+@contextlib.contextmanager
+def lock(path: Path, wait: bool = False) -> Iterator[bool]:
+    """Hold a lock file; gives whether it is ours. It is free again when its processes are gone.
+
+    Processes that this one starts with its files open hold it too.
+
+    Args:
+        path: of the file, made if it is not there.
+        wait: until it is free.
+    """
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            yield False
+            return
+        os.set_inheritable(file.fileno(), True)
+        yield True

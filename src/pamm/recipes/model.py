@@ -58,5 +58,6 @@ def llama_config(config: PretrainConfig, tokens: Tokens) -> LlamaConfig:
 def build(config: PretrainConfig, tokens: Tokens) -> LlamaForCausalLM:
     """The model with its first weights, which are the same for every arm."""
     made = llama_config(config, tokens)
+    made._attn_implementation = config.attention
     set_seed(config.seed)
     return LlamaForCausalLM(made)

@@ -45,7 +45,7 @@ def write_report(
     validated = Blocks(
         Tokens.open(folder).validation, config.sequence_length, config.eval_sequences
     )
-    page = _template().render(
+    page = template("page.html").render(
         config=config,
         first=first,
         columns=COLUMNS,
@@ -62,7 +62,8 @@ def write_report(
     return written
 
 
-def _template() -> jinja2.Template:
+def template(name: str) -> jinja2.Template:
+    """One of the pages that lie beside this file."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("pamm.recipes", package_path="."),
         autoescape=True,
@@ -70,7 +71,7 @@ def _template() -> jinja2.Template:
         trim_blocks=True,
     )
     environment.filters["thousands"] = "{:,}".format
-    return environment.get_template("page.html")
+    return environment.get_template(name)
 
 
 def _points(lines: list[dict[str, Any]], key: str) -> Points:

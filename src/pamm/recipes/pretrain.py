@@ -11,7 +11,6 @@ runs/NAME/
 """
 
 import contextlib
-import fcntl
 import os
 import signal
 import subprocess
@@ -24,7 +23,8 @@ from rich.console import Console
 
 from pamm.errors import ArmFailedError, PammError
 from pamm.extras import require
-from pamm.recipes.files import write_text
+from pamm.recipes.files import lock, write_text
+from pamm.recipes.ranks import processes
 from pamm.recipes.results import RESULT, ArmResult, read_results, tables
 from pamm.recipes.settings import Arm, PretrainConfig
 
@@ -38,6 +38,9 @@ def pretrain(config: PretrainConfig, output: Path, console: Console) -> list[Arm
     Each arm runs in a process of its own. An interrupted one goes on from its last checkpoint and
     ends bit for bit where it would have ended otherwise; a finished one is not run again.
 
+    Started by torchrun or ``accelerate launch``, all processes train every arm together, one device
+    each, and the folder must be one that all of them see.
+
     Args:
         config: the run.
         output: folder of all runs; this one is in ``output / config.name``.
@@ -49,7 +52,13 @@ def pretrain(config: PretrainConfig, output: Path, console: Console) -> list[Arm
         ArmFailedError: if a training ended with an error.
         KeyboardInterrupt: once the current step's checkpoint is written.
     """
-    with open_run(config, output / config.name) as folder:
+    folder = output / config.name
+    config.accumulation(processes())
+    if processes() > 1:
+        from pamm.recipes.together import train_together
+
+        return train_together(config, folder, console)
+    with open_run(config, folder):
         return train_arms(config, folder, console)
 
 
@@ -61,29 +70,25 @@ def open_run(config: PretrainConfig, folder: Path) -> Iterator[Path]:
     if folder.exists() and not folder.is_dir():
         raise PammError(f"{folder} is a file; the run needs a folder of that name.")
     if (folder / CONFIG).exists():
-        _check_same(config, folder)
+        check_same(config, folder)
     elif folder.exists() and (others := _unknown(folder)):
         raise PammError(
             f"{folder} is not empty ({', '.join(others[:3])}) and no run of pamm. Choose another "
             "name or output folder."
         )
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / ".lock").open("w")
-    except OSError as error:
-        raise PammError(
-            f"cannot write in {folder}: {error.strerror}. Choose another output folder."
-        ) from error
-    with lock:
+    with contextlib.ExitStack() as stack:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            folder.mkdir(parents=True, exist_ok=True)
+            is_ours = stack.enter_context(lock(folder / ".lock"))
         except OSError as error:
+            raise PammError(
+                f"cannot write in {folder}: {error.strerror}. Choose another output folder."
+            ) from error
+        if not is_ours:
             raise PammError(
                 f"another process is at work on the run in {folder}. Wait until it ends, or choose "
                 "another name."
-            ) from error
-        # The arms' processes keep the lock too, should this one be killed.
-        os.set_inheritable(lock.fileno(), True)
+            )
         yield folder
 
 
@@ -91,27 +96,49 @@ def train_arms(
     config: PretrainConfig, folder: Path, console: Console, lr_note: str = ""
 ) -> list[ArmResult]:
     """``pretrain`` in a folder that ``open_run`` gave; ``lr_note`` is for the report."""
+    prepare_run(config, folder, console)
+    for number, arm in enumerate(config.arms, start=1):
+        if announce(config, number, folder, console):
+            _run_arm(arm, folder)
+    return finish(config, folder, console, lr_note)
+
+
+def prepare_run(config: PretrainConfig, folder: Path, console: Console) -> None:
+    """Tokens and configuration in the folder, or an error that leaves no configuration there."""
     from pamm.recipes.model import llama_config
-    from pamm.recipes.page import write_report
     from pamm.recipes.tokens import prepare
 
-    tokens = prepare(config, folder, console)
+    tokens = prepare(config, folder, console, begun=(folder / CONFIG).exists())
     llama_config(config, tokens)  # refuses a model that cannot be built
     if not (folder / CONFIG).exists():
         write_text(folder / CONFIG, config.to_yaml())
+    seen = config.steps * config.tokens_per_step / len(tokens.train)
     console.print(
         f"{len(tokens.train):,} tokens to train on, {len(tokens.validation):,} to validate on, "
         f"vocabulary {tokens.vocabulary:,}; {config.steps:,} steps of "
-        f"{config.tokens_per_step:,} tokens for each arm",
+        f"{config.tokens_per_step:,} tokens for each arm"
+        + (f": every token is seen {seen:.1f} times" if seen > 1 else ""),
         highlight=False,
     )
-    for number, arm in enumerate(config.arms, start=1):
-        title = f"[{number}/{len(config.arms)}] {arm.name}"
-        if (folder / arm.folder / RESULT).exists():
-            console.print(f"{title}: finished before", markup=False, highlight=False)
-        else:
-            console.print(title, style="bold", markup=False, highlight=False)
-            _run_arm(arm, folder)
+
+
+def announce(config: PretrainConfig, number: int, folder: Path, console: Console) -> bool:
+    """Print which arm is next; returns whether there is anything left to do for it."""
+    arm = config.arms[number - 1]
+    title = f"[{number}/{len(config.arms)}] {arm.name}"
+    if (folder / arm.folder / RESULT).exists():
+        console.print(f"{title}: finished before", markup=False, highlight=False)
+        return False
+    console.print(title, style="bold", markup=False, highlight=False)
+    return True
+
+
+def finish(
+    config: PretrainConfig, folder: Path, console: Console, lr_note: str = ""
+) -> list[ArmResult]:
+    """Write the report, print the comparison."""
+    from pamm.recipes.page import write_report
+
     results = read_results(config, folder)
     written = write_report(config, folder, results, lr_note)
     console.print(tables(results))
@@ -156,7 +183,8 @@ def _run_arm(arm: Arm, folder: Path) -> None:
         )
 
 
-def _check_same(config: PretrainConfig, folder: Path) -> None:
+def check_same(config: PretrainConfig, folder: Path) -> None:
+    """Raise unless the folder holds a run of this configuration."""
     there = _flat(PretrainConfig.load(folder / CONFIG).to_dict())
     wanted = _flat(config.to_dict())
     differing = [

@@ -36,8 +36,9 @@ class ArmResult:
         parameters: of the model.
         groups: q/k/v groups of the model.
         lr: peak learning rate.
-        lr_factor: on it, for the weights trained by PAMM.
+        lr_factor: on it, for q, k and v.
         precision: of the arithmetic.
+        processes: that trained it together, each on a device of its own.
         device: name.
         device_type: ``cuda`` or ``cpu``.
         versions: of pamm and what it ran on.
@@ -60,6 +61,7 @@ class ArmResult:
     lr: float
     lr_factor: float
     precision: str
+    processes: int
     device: str
     device_type: str
     versions: dict[str, str]

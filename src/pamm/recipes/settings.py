@@ -11,6 +11,9 @@ import yaml
 from pamm.config import PammConfig, check_keys, read_mapping
 from pamm.errors import PammError
 
+PRECISIONS = ("auto", "bf16", "fp32")
+ATTENTIONS = ("sdpa", "eager", "flash_attention_2")
+
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -22,7 +25,8 @@ class Arm:
         name: any text; ``folder`` is the name that file systems accept.
         config: how inputs are kept. With method ``"exact"`` the model is not converted at all.
         lr: peak learning rate of this arm; ``None`` takes the run's.
-        lr_factor: of the weights trained by PAMM in this arm; ``None`` takes the run's.
+        lr_factor: on it for q, k and v in this arm, exact or not; ``None`` takes the run's, or 1
+            if the arm is exact.
     """
 
     name: str
@@ -37,7 +41,9 @@ class Arm:
             )
         for key in ("lr", "lr_factor"):
             if getattr(self, key) is not None:
-                object.__setattr__(self, key, _positive(f"{key} of arm {self.name!r}", self, key))
+                object.__setattr__(
+                    self, key, positive(f"{key} of arm {self.name!r}", getattr(self, key))
+                )
 
     @property
     def folder(self) -> str:
@@ -79,21 +85,30 @@ class PretrainConfig:
 
     Args:
         name: of the run; its folder in the output folder.
-        text: files or folders to train on (txt, jsonl, jsonl.xz, parquet).
+        text: files or folders to train on (txt, jsonl, jsonl.xz, parquet), or data sets of the hub,
+            ``hub:NAME``, ``hub:NAME:CONFIG`` or ``hub:NAME:CONFIG:SPLIT``. Those are streamed, and
+            no further than the run needs, so that no text is seen twice.
         validation: the same for validation; without it the last 5 % of the text is held out.
         tokenizer: a folder or a name that ``AutoTokenizer`` loads. Without it a byte-level BPE is
-            trained on the text.
+            trained on the text. The paper's is ``google-t5/t5-base``.
         vocabulary: size of the BPE that is trained.
-        model: keys of ``transformers.LlamaConfig``, or the path of a JSON or YAML file with them,
-            which is read at once.
+        model: keys of ``transformers.LlamaConfig``; or the path of a JSON or YAML file with them,
+            which is read at once; or llama-60m, llama-350m, llama-1b or llama-7b.
         arms: what is compared; see ``Arm``.
         sequence_length: tokens in a sequence.
-        batch_size: sequences in one forward pass.
-        gradient_accumulation: forward passes in one step.
+        batch_size: sequences in one forward pass on one device.
+        global_batch: sequences in one step, over all devices and forward passes: a multiple of
+            ``batch_size``, which is the default.
         steps: optimizer steps. Warm-up takes the first tenth, then a cosine falls to a tenth.
         lr: peak learning rate of AdamW.
         lr_factor: of the weights trained by PAMM (``pamm.param_groups``).
         weight_decay: of matrices.
+        max_grad_norm: gradients are scaled down to this norm.
+        precision: ``"bf16"`` (autocast; weights in fp32), ``"fp32"``, or ``"auto"``: bf16 on CUDA.
+        attention: ``"sdpa"``, ``"eager"``, or ``"flash_attention_2"`` where that is installed.
+        compile: whether steps run under ``torch.compile``.
+        activation_checkpointing: whether blocks are computed again in backward.
+        fsdp: whether several processes share weights and optimizer (FSDP2), or have copies (DDP).
         eval_every: steps between two validations; there is one at the end too.
         eval_sequences: how many validation sequences, at most.
         save_every: steps between two checkpoints.
@@ -114,9 +129,15 @@ class PretrainConfig:
     vocabulary: int = 4096
     sequence_length: int = 256
     batch_size: int = 8
-    gradient_accumulation: int = 1
+    global_batch: int | None = None
     lr_factor: float = 1.0
     weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    precision: str = "auto"
+    attention: str = "sdpa"
+    compile: bool = False
+    activation_checkpointing: bool = False
+    fsdp: bool = False
     eval_every: int = 100
     eval_sequences: int = 128
     save_every: int = 100
@@ -132,15 +153,25 @@ class PretrainConfig:
             ("vocabulary", 257),  # 256 bytes and the end of a text
             ("sequence_length", 2),
             ("batch_size", 1),
-            ("gradient_accumulation", 1),
             ("eval_every", 1),
             ("eval_sequences", 1),
             ("save_every", 1),
             ("seed", 0),
         ):
-            _check_whole(key, getattr(self, key), least)
-        for key in ("lr", "lr_factor"):
-            object.__setattr__(self, key, _positive(key, self, key))
+            whole_number(key, getattr(self, key), least)
+        for key in ("lr", "lr_factor", "max_grad_norm"):
+            object.__setattr__(self, key, positive(key, getattr(self, key)))
+        for key, allowed in (("precision", PRECISIONS), ("attention", ATTENTIONS)):
+            if getattr(self, key) not in allowed:
+                raise PammError(
+                    f"{key} is {getattr(self, key)!r}; choose one of {', '.join(allowed)}."
+                )
+        for key in ("compile", "activation_checkpointing", "fsdp"):
+            if not isinstance(getattr(self, key), bool):
+                raise PammError(f"{key} is {getattr(self, key)!r}; give true or false.")
+        if self.global_batch is not None:
+            whole_number("global_batch", self.global_batch, least=1)
+        self.accumulation(processes=1)
         object.__setattr__(self, "weight_decay", _number(self.weight_decay))
         if not 0 <= self.weight_decay < math.inf:
             raise PammError(f"weight_decay is {self.weight_decay!r}; give a number, 0 or above.")
@@ -151,7 +182,7 @@ class PretrainConfig:
         if self.tokenizer is not None and not isinstance(self.tokenizer, str):
             raise PammError(f"tokenizer is {self.tokenizer!r}; give a folder or a name.")
         if isinstance(self.model, str):
-            object.__setattr__(self, "model", read_mapping(self.model))
+            object.__setattr__(self, "model", read_mapping(shipped("models", self.model)))
         if not isinstance(self.model, dict):
             raise PammError(
                 f"model is {self.model!r}; write 'key: value' lines of a LlamaConfig, or the path "
@@ -165,17 +196,43 @@ class PretrainConfig:
             )
 
     @property
+    def sequences_per_step(self) -> int:
+        """Sequences that one optimizer step sees, on all devices."""
+        return self.batch_size if self.global_batch is None else self.global_batch
+
+    @property
     def tokens_per_step(self) -> int:
-        """Tokens that one optimizer step sees."""
-        return self.sequence_length * self.batch_size * self.gradient_accumulation
+        """Tokens that one optimizer step sees, on all devices."""
+        return self.sequence_length * self.sequences_per_step
+
+    @property
+    def tokens_per_pass(self) -> int:
+        """Tokens that one forward pass on one device sees: the b of every compression."""
+        return self.sequence_length * self.batch_size
+
+    def accumulation(self, processes: int) -> int:
+        """Forward passes of each process in one step.
+
+        Raises:
+            PammError: if the step cannot be divided evenly.
+        """
+        passes, rest = divmod(self.sequences_per_step, self.batch_size * processes)
+        if rest or not passes:
+            raise PammError(
+                f"global_batch is {self.sequences_per_step}; {processes} process(es) with a "
+                f"batch_size of {self.batch_size} need a multiple of {self.batch_size * processes}."
+            )
+        return passes
 
     def lr_of(self, arm: Arm) -> float:
         """Peak learning rate of an arm."""
         return self.lr if arm.lr is None else arm.lr
 
     def lr_factor_of(self, arm: Arm) -> float:
-        """Factor on it for the weights trained by PAMM."""
-        return self.lr_factor if arm.lr_factor is None else arm.lr_factor
+        """Factor on it for q, k and v. The run's is for weights with an approximate gradient."""
+        if arm.lr_factor is not None:
+            return arm.lr_factor
+        return 1.0 if arm.is_exact else self.lr_factor
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for YAML."""
@@ -199,7 +256,7 @@ class PretrainConfig:
             raise PammError(
                 f"arms is {arms!r}; write one line for each arm, such as exact: {{method: exact}}."
             )
-        _check_whole("seed", seed, least=0)
+        whole_number("seed", seed, least=0)
         made = tuple(Arm.from_dict(name, arm, seed) for name, arm in arms.items())
         return cls(**{**values, "arms": made})
 
@@ -209,20 +266,28 @@ class PretrainConfig:
 
     @classmethod
     def load(cls, path: str | Path) -> "PretrainConfig":
-        """Read a YAML or JSON file."""
+        """Read a YAML or JSON file, or one that comes with the package, by its name."""
+        path = shipped("runs", path)
         try:
             return cls.from_dict(read_mapping(path))
         except PammError as error:
             raise error if str(path) in str(error) else PammError(f"{path}: {error}") from error
 
 
-def _check_whole(name: str, value: object, least: int) -> None:
+def shipped(kind: str, name: str | Path) -> Path:
+    """A file of ``recipes/KIND`` by its name without a suffix; any other name as it is."""
+    inside = Path(__file__).parent / kind / f"{name}.yaml"
+    return inside if re.fullmatch(_NAME, str(name)) and inside.exists() else Path(name)
+
+
+def whole_number(name: str, value: object, least: int) -> None:
+    """Raise unless ``value`` is a whole number, ``least`` or above."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise PammError(f"{name} is {value!r}; give a whole number, {least} or above.")
 
 
-def _positive(name: str, owner: object, key: str) -> float:
-    value = getattr(owner, key)
+def positive(name: str, value: object) -> float:
+    """``value`` as a float above 0, or an error."""
     number = _number(value)
     if not 0 < number < math.inf:
         raise PammError(f"{name} is {value!r}; give a number above 0.")

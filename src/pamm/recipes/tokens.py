@@ -20,8 +20,9 @@ from torch.utils.data import Dataset
 from pamm.errors import PammError
 from pamm.recipes.console import progress_bar
 from pamm.recipes.files import read_json, write_json, write_text
+from pamm.recipes.hub import hub_texts, is_hub
 from pamm.recipes.settings import PretrainConfig
-from pamm.recipes.text import find_files, read_texts
+from pamm.recipes.text import Advance, find_files, read_texts
 
 END_OF_TEXT = "<|endoftext|>"
 _BPE_CHARACTERS = 32 << 20  # a BPE is trained on no more than this much of the text
@@ -70,37 +71,47 @@ class Blocks(Dataset[dict[str, Tensor]]):
         return {"input_ids": block, "labels": block}
 
 
-def prepare(config: PretrainConfig, folder: Path, console: Console) -> Tokens:
+def prepare(config: PretrainConfig, folder: Path, console: Console, begun: bool = False) -> Tokens:
     """Tokenise the run's text into ``folder``, or take what an earlier call left there.
+
+    Args:
+        config: text, tokenizer, and how many tokens there must be at least.
+        folder: of the tokens.
+        console: shows the progress.
+        begun: whether something was trained on the tokens in ``folder``; then they stay.
 
     Raises:
         PammError: if the text is missing, unreadable, too short for one batch, or another than
             the one this run began with.
     """
-    train_files, validation_files = find_files([*config.text]), find_files([*config.validation])
-    fingerprint = _fingerprint(config, train_files, validation_files)
+    texts = _Texts(config.text, config.steps * config.tokens_per_step)
+    held_out = _Texts(config.validation, config.eval_sequences * config.sequence_length)
+    if texts.limit and not config.validation:
+        raise PammError(
+            "text is streamed from the hub, and nothing of it is held out. Give validation, too."
+        )
+    fingerprint = _fingerprint(config, texts, held_out)
     made = folder / "tokens.json"
     if made.exists() and read_json(made)["fingerprint"] == fingerprint:
         return Tokens.open(folder)
-    if (folder / "config.yaml").exists():
+    if begun:
         raise PammError(
             f"the text of the run in {folder} has changed since it began, so its arms would train "
             "on different data. Give the run another name, or put the text back."
         )
 
-    tokenizer, end_of_text = _tokenizer(config, train_files, folder, console)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer, end_of_text = _tokenizer(config, texts, folder, console)
     vocabulary = tokenizer.get_vocab_size()
     dtype = np.dtype(np.uint16 if vocabulary <= 1 << 16 else np.uint32)
     counts = []
     partial = folder / "tokens.bin.partial"
-    with partial.open("wb") as out:
-        size = sum(file.stat().st_size for file in [*train_files, *validation_files])
-        with progress_bar(console, "tokenising the text", size) as advance:
-            for files in (train_files, validation_files):
-                texts = read_texts(files, advance)
-                counts.append(_encode(tokenizer, end_of_text, texts, dtype, out))
+    bar = progress_bar(console, "tokenising the text", texts.size + held_out.size)
+    with partial.open("wb") as out, bar as advance:
+        for each in (texts, held_out):
+            counts.append(_encode(tokenizer, end_of_text, each, dtype, out, advance))
     total, validation = sum(counts), counts[1] or int(counts[0] * _HELD_OUT)
-    _check_length(config, total - validation, validation)
+    _check_length(config, total - validation, validation, texts.limit)
     os.replace(partial, folder / "tokens.bin")
     values = {
         "fingerprint": fingerprint,
@@ -114,16 +125,34 @@ def prepare(config: PretrainConfig, folder: Path, console: Console) -> Tokens:
     return Tokens.open(folder)
 
 
+class _Texts:
+    """Texts of files, and of data sets on the hub up to the number of tokens that is needed."""
+
+    def __init__(self, names: tuple[str, ...], needed: int) -> None:
+        self.files = find_files([name for name in names if not is_hub(name)])
+        self.hub = [name for name in names if is_hub(name)]
+        self.limit = needed if self.hub else None
+        """Tokens to stop at; ``None`` takes all."""
+        self.size = self.limit or sum(file.stat().st_size for file in self.files)
+        """Of the progress bar: tokens if there is a limit, else bytes of files."""
+
+    def read(self, advance: Advance = lambda _: None) -> Iterator[str]:
+        """One after the other; ``advance`` is told bytes of files unless there is a limit."""
+        yield from read_texts(self.files, (lambda _: None) if self.limit else advance)
+        for name in self.hub:
+            yield from hub_texts(name)
+
+
 def _tokenizer(
-    config: PretrainConfig, files: list[Path], folder: Path, console: Console
+    config: PretrainConfig, texts: _Texts, folder: Path, console: Console
 ) -> tuple[Tokenizer, int | None]:
     """The tokenizer, and the number of the token that ends a text."""
     if config.tokenizer is None:
         with console.status(f"training a tokenizer of {config.vocabulary:,} tokens"):
-            tokenizer = train_bpe(read_texts(files), config.vocabulary)
+            tokenizer = train_bpe(texts.read(), config.vocabulary)
         end_of_text = tokenizer.token_to_id(END_OF_TEXT)
     else:
-        tokenizer, end_of_text = _load_tokenizer(config.tokenizer)
+        tokenizer, end_of_text = load_tokenizer(config.tokenizer)
     write_text(folder / "tokenizer.json", tokenizer.to_str())
     return tokenizer, end_of_text
 
@@ -150,7 +179,8 @@ def train_bpe(texts: Iterable[str], vocabulary: int) -> Tokenizer:
     return tokenizer
 
 
-def _load_tokenizer(name: str) -> tuple[Tokenizer, int | None]:
+def load_tokenizer(name: str) -> tuple[Tokenizer, int | None]:
+    """A tokenizer that ``AutoTokenizer`` finds, and the number of its token that ends a text."""
     from transformers import AutoTokenizer
 
     try:
@@ -169,20 +199,26 @@ def _load_tokenizer(name: str) -> tuple[Tokenizer, int | None]:
 def _encode(
     tokenizer: Tokenizer,
     end_of_text: int | None,
-    texts: Iterable[str],
+    texts: _Texts,
     dtype: np.dtype[Any],
     out: Any,
+    advance: Advance,
 ) -> int:
-    """Append the tokens of ``texts`` to a file; returns how many."""
+    """Append the tokens of ``texts`` to a file, up to their limit; returns how many."""
     count = 0
-    for batch in _batches(texts):
+    for batch in _batches(texts.read(advance)):
         numbers: list[int] = []
         for encoded in tokenizer.encode_batch_fast(batch, add_special_tokens=False):
             numbers += encoded.ids
             if end_of_text is not None:
                 numbers.append(end_of_text)
+        if texts.limit is not None:
+            numbers = numbers[: texts.limit - count]
+            advance(len(numbers))
         out.write(np.array(numbers, dtype=dtype).tobytes())
         count += len(numbers)
+        if count == texts.limit:
+            break
     return count
 
 
@@ -206,15 +242,19 @@ def _head(texts: Iterable[str], characters: int) -> Iterator[str]:
             return
 
 
-def _check_length(config: PretrainConfig, train: int, validation: int) -> None:
+def _check_length(config: PretrainConfig, train: int, validation: int, limit: int | None) -> None:
     if not train + validation:
         raise PammError("the text is empty. Give at least one file with text in it.")
-    batch = config.sequence_length * config.batch_size * config.gradient_accumulation
+    batch = config.tokens_per_step
+    if limit is not None and train < limit:
+        raise PammError(
+            f"the text has {train:,} tokens and the run takes {limit:,} (steps x global_batch x "
+            "sequence_length), but text from the hub is not repeated. Give more text or less steps."
+        )
     if train < batch:
         raise PammError(
             f"the text has {train:,} tokens to train on, and one step takes {batch:,} "
-            "(sequence_length x batch_size x gradient_accumulation). Give more text or less of "
-            "these."
+            "(sequence_length x global_batch). Give more text or less of these."
         )
     if validation < config.sequence_length:
         raise PammError(
@@ -223,10 +263,13 @@ def _check_length(config: PretrainConfig, train: int, validation: int) -> None:
         )
 
 
-def _fingerprint(config: PretrainConfig, train: list[Path], validation: list[Path]) -> str:
+def _fingerprint(config: PretrainConfig, texts: _Texts, held_out: _Texts) -> str:
     """Of what the tokens are made of: contents of files, not their names or times."""
-    digest = hashlib.sha256(f"{config.tokenizer} {config.vocabulary} {len(train)}".encode())
-    for file in [*train, *validation]:
+    made_of = [config.tokenizer, config.vocabulary, len(texts.files)]
+    for each in (texts, held_out):
+        made_of += [*each.hub, each.limit] if each.hub else []
+    digest = hashlib.sha256(" ".join(map(str, made_of)).encode())
+    for file in [*texts.files, *held_out.files]:
         with file.open("rb") as opened:
             digest.update(hashlib.file_digest(opened, "sha256").digest())
     return digest.hexdigest()

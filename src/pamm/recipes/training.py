@@ -1,6 +1,7 @@
 """Train one arm on the Transformers Trainer, go on from its last checkpoint, write its result."""
 
 import dataclasses
+import gc
 import platform
 import shutil
 import statistics
@@ -10,13 +11,13 @@ from typing import Any
 import torch
 import transformers
 from rich.console import Console
-from torch.utils.data import Dataset
 from torch.utils.tensorboard import SummaryWriter
-from transformers import PrinterCallback, Trainer, TrainingArguments
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.integrations.integration_utils import TensorBoardCallback
 
 import pamm
-from pamm.analysis.memory import group_layers, peak_bytes, saved_bytes
+from pamm.analysis.memory import peak_bytes
+from pamm.errors import PammError
 from pamm.integrations.transformers import PammCallback
 from pamm.recipes.callbacks import (
     MetricsCallback,
@@ -26,12 +27,13 @@ from pamm.recipes.callbacks import (
     perplexity,
 )
 from pamm.recipes.files import read_json, read_json_lines, write_json
+from pamm.recipes.held import held_bytes
 from pamm.recipes.model import build
+from pamm.recipes.ranks import processes, rank
 from pamm.recipes.results import METRICS, RESULT, ArmResult
 from pamm.recipes.settings import Arm, PretrainConfig
 from pamm.recipes.stop import Stop
 from pamm.recipes.tokens import Blocks, Tokens
-from pamm.report import Report
 
 _UNTIMED_STEPS = 5  # the first ones allocate and warm up
 
@@ -49,46 +51,66 @@ class ArmTrainer(Trainer):
         if self.optimizer is None:
             chosen: Any = self.model if model is None else model
             groups = pamm.param_groups(chosen, **self._rates, weight_decay=self._weight_decay)
-            self.optimizer = torch.optim.AdamW(groups)
+            self.optimizer = torch.optim.AdamW(groups, fused=self.args.device.type == "cuda")
         return self.optimizer
 
 
 def train_arm(
-    config: PretrainConfig, arm: Arm, run_folder: Path, console: Console, stop: Stop
+    config: PretrainConfig, arm: Arm, folder: Path, tokens: Tokens, console: Console, stop: Stop
 ) -> bool:
     """Train one arm, from its last checkpoint if there is one.
+
+    In every process of a launcher, or in one alone.
+
+    Args:
+        config: the run.
+        arm: one of its arms.
+        folder: of the arm, made if it is not there; all processes see the same one.
+        tokens: of the run.
+        console: shows the progress.
+        stop: ends training after a step, with a checkpoint.
 
     Returns:
         Whether it is finished and its result written; False if ``stop`` was asked before.
     """
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()  # of every checkpoint; there is a bar of ours
-    folder = run_folder / arm.folder
-    folder.mkdir(exist_ok=True)
+    torch._dynamo.reset()  # an arm trained before in this process counts as a recompilation
+    folder.mkdir(parents=True, exist_ok=True)
     checkpoint, step = last_checkpoint(folder)
-    tokens = Tokens.open(run_folder)
-    train = Blocks(tokens.train, config.sequence_length)
+    arguments = _arguments(config, arm, folder)
+    if arguments.device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(arguments.device)
+    model = build(config, tokens)
+    if config.activation_checkpointing and not arguments.fsdp:  # FSDP2 does it itself
+        name = "activation_checkpointing_enable"  # Transformers before 5.20: gradient_...
+        enable = getattr(model, name, None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
     trainer = ArmTrainer(
         config,
         arm,
-        build(config, tokens),
-        _arguments(config, arm, folder),
-        train_dataset=train,
+        model,
+        arguments,
+        train_dataset=Blocks(tokens.train, config.sequence_length),
         eval_dataset=Blocks(tokens.validation, config.sequence_length, config.eval_sequences),
         callbacks=[
-            *([] if arm.is_exact else [PammCallback(arm.config)]),
-            MetricsCallback(folder / METRICS, config.tokens_per_step, step),
-            TensorBoardCallback(SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)),
-            ProgressCallback(console, arm.name),
+            *([PammCallback(arm.config)] if _converts(config, arm) else []),
+            *(_writers(config, arm, folder, step, console) if rank() == 0 else []),
             StopCallback(stop),
         ],
     )
+    _check_shared(trainer)
     trainer.remove_callback(PrinterCallback)
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     if trainer.state.global_step < config.steps:
         return False
-    result = _result(config, arm, trainer, train, read_json_lines(folder / METRICS))
-    write_json(folder / RESULT, dataclasses.asdict(result))
+    if rank() == 0:
+        result = _result(config, arm, trainer, tokens, read_json_lines(folder / METRICS))
+        write_json(folder / RESULT, dataclasses.asdict(result))
+    if processes() > 1:
+        torch.distributed.barrier()  # nobody asks whether the arm is finished before
     return True
 
 
@@ -96,14 +118,41 @@ def last_checkpoint(folder: Path) -> tuple[Path | None, int]:
     """The newest checkpoint that was written to its end, and its step; removes unfinished ones."""
     newest, at = None, 0
     for path in folder.glob("checkpoint-*"):
-        try:  # the Trainer writes this file last
+        try:  # the Trainer writes this file last; with several processes, each a state of its own
             step = read_json(path / "trainer_state.json")["global_step"]
+            if processes() > 1 and len(list(path.glob("rng_state_*"))) < processes():
+                raise OSError
         except (OSError, ValueError):
-            shutil.rmtree(path)
+            if rank() == 0:
+                shutil.rmtree(path)
             continue
         if step > at:
             newest, at = path, step
     return newest, at
+
+
+def _converts(config: PretrainConfig, arm: Arm) -> bool:
+    """Exact arms stay as they are, unless q, k and v have a rate of their own."""
+    return not arm.is_exact or config.lr_factor_of(arm) != 1
+
+
+def _check_shared(trainer: Trainer) -> None:
+    """Accelerate shares weights between accelerators only; elsewhere it would say nothing."""
+    if trainer.args.fsdp and not trainer.is_fsdp_enabled:
+        raise PammError(
+            "fsdp shares weights between GPUs, and Accelerate found none. Leave fsdp out, or start "
+            "the run on a machine with GPUs."
+        )
+
+
+def _writers(
+    config: PretrainConfig, arm: Arm, folder: Path, step: int, console: Console
+) -> list[TrainerCallback]:
+    return [
+        MetricsCallback(folder / METRICS, config.tokens_per_step, step),
+        TensorBoardCallback(SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)),
+        ProgressCallback(console, arm.name),
+    ]
 
 
 def _arguments(config: PretrainConfig, arm: Arm, folder: Path) -> TrainingArguments:
@@ -113,14 +162,24 @@ def _arguments(config: PretrainConfig, arm: Arm, folder: Path) -> TrainingArgume
         max_steps=config.steps,
         per_device_train_batch_size=config.batch_size,
         per_device_eval_batch_size=config.batch_size,
-        gradient_accumulation_steps=config.gradient_accumulation,
+        gradient_accumulation_steps=config.accumulation(processes()),
         learning_rate=config.lr_of(arm),
         lr_scheduler_type="cosine_with_min_lr",
         lr_scheduler_kwargs={"min_lr_rate": 0.1},
         warmup_steps=max(1, config.steps // 10),
-        bf16=cuda,
+        max_grad_norm=config.max_grad_norm,
+        bf16=config.precision == "bf16" or (config.precision == "auto" and cuda),
         use_cpu=not cuda,
+        torch_compile=config.compile,
+        fsdp=config.fsdp and processes() > 1,  # type: ignore[arg-type]
+        fsdp_config={
+            "version": 2,
+            "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+            "activation_checkpointing": config.activation_checkpointing,
+        },
+        ddp_find_unused_parameters=False,
         dataloader_pin_memory=cuda,
+        dataloader_num_workers=2 if cuda else 0,
         seed=config.seed,
         logging_steps=1,
         logging_nan_inf_filter=False,  # a loss that is not finite is shown, not smoothed away
@@ -128,7 +187,9 @@ def _arguments(config: PretrainConfig, arm: Arm, folder: Path) -> TrainingArgume
         eval_steps=config.eval_every,
         prediction_loss_only=True,
         save_steps=config.save_every,
-        save_total_limit=1,
+        # Processes do not write at the same time: while the last one still does, there must be
+        # a checkpoint that all have written.
+        save_total_limit=1 if processes() == 1 else 2,
         report_to="none",  # TensorBoard is a callback of its own, with a folder of its own
         disable_tqdm=True,
     )
@@ -138,13 +199,13 @@ def _result(
     config: PretrainConfig,
     arm: Arm,
     trainer: Trainer,
-    train: Dataset[dict[str, torch.Tensor]],
+    tokens: Tokens,
     metrics: list[dict[str, Any]],
 ) -> ArmResult:
     device = trainer.args.device
-    model: Any = trainer.model
+    model: Any = trainer.model  # numel() of a weight that is shared out counts all of it
     peak = peak_bytes(device)  # before the measurement below adds to it
-    held, report = _held_bytes(config, arm, trainer, train)
+    held, report = held_bytes(config, arm, tokens, device, trainer.args.bf16)
     loss = next(line["eval_loss"] for line in reversed(metrics) if "eval_loss" in line)
     return ArmResult(
         name=arm.name,
@@ -154,11 +215,9 @@ def _result(
         perplexity=None if loss is None else finite(perplexity(loss)),
         tokens_per_second=config.tokens_per_step / _median_step_seconds(metrics),
         held_bytes=held,
-        predicted_bytes=report.held_bytes(config.sequence_length * config.batch_size),
+        predicted_bytes=report.held_bytes(config.tokens_per_pass),
         paper_bytes=(
-            report.paper_bytes(config.sequence_length * config.batch_size)
-            if arm.config.method == "pamm"
-            else None
+            report.paper_bytes(config.tokens_per_pass) if arm.config.method == "pamm" else None
         ),
         peak_bytes=peak,
         steps=config.steps,
@@ -168,6 +227,7 @@ def _result(
         lr=config.lr_of(arm),
         lr_factor=config.lr_factor_of(arm),
         precision="bf16 autocast" if trainer.args.bf16 else "fp32",
+        processes=processes(),
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu(),
         device_type=device.type,
         versions={
@@ -177,33 +237,6 @@ def _result(
             "python": platform.python_version(),
         },
     )
-
-
-def _held_bytes(
-    config: PretrainConfig,
-    arm: Arm,
-    trainer: Trainer,
-    train: Dataset[dict[str, torch.Tensor]],
-) -> tuple[int, Report]:
-    """Bytes that all groups keep in one training forward pass, and what was converted."""
-    model: Any = trainer.model
-    pamm.revert(model)
-    report = pamm.convert(model, arm.config)
-    layers = group_layers(model)
-    if arm.is_exact:
-        pamm.revert(model)
-    batch = trainer.data_collator([train[index] for index in range(config.batch_size)])
-    inputs = trainer._prepare_inputs(batch)
-    model.train()
-    held = saved_bytes(model, layers, lambda: trainer.compute_loss(model, inputs))
-    if trainer.args.bf16:  # layers compute in it, whatever their weights are kept in
-        report = dataclasses.replace(
-            report,
-            converted=tuple(
-                dataclasses.replace(group, dtype=torch.bfloat16) for group in report.converted
-            ),
-        )
-    return sum(held.values()), report
 
 
 def _median_step_seconds(metrics: list[dict[str, Any]]) -> float:
