@@ -1,7 +1,7 @@
 """Triton twins of ``subspace.encode`` and ``subspace.decode``.
 
-Encoding takes two launches, each reads z once: the largest size in each column, by parts of the
-tokens; then codes and packing. Decoding takes one.
+Encoding reads z twice: for the largest size in each column, then for codes and packing. Decoding
+is one launch.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false
@@ -15,7 +15,7 @@ from pamm.kernels.tiles import ceil_div, power_of_2
 from pamm.permutation import GOLDEN
 
 _ROWS = 64
-_PARTS = 64
+_PARTS = 64  # of the tokens, in the search for the largest
 
 
 @triton.jit
@@ -30,9 +30,9 @@ def _mix(x):
 
 @triton.jit(do_not_specialize=["tokens", "each"])
 def _size_kernel(
-    z_ptr, part_ptr, tokens, k, each, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    z_ptr, size_ptr, tokens, k, each, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """part[p] = the largest size in each column over one part of the tokens."""
+    """The largest size in each column, which no order of programs changes."""
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     part = tl.program_id(1).to(tl.int64)
     inside = column < k
@@ -46,21 +46,14 @@ def _size_kernel(
         ).to(tl.float32)  # fmt: skip
         # A maximum would lose NaN, infinity it keeps.
         size = tl.maximum(size, tl.max(tl.where(z != z, float("inf"), tl.abs(z)), 0))
-    tl.store(part_ptr + part * k + column, size, mask=inside)
-
-
-@triton.jit
-def _scale(part_ptr, column, inside, k, PARTS: tl.constexpr):
-    part = tl.arange(0, PARTS)
-    size = tl.load(part_ptr + part[:, None] * k + column[None, :], mask=inside[None, :], other=0.0)
-    return tl.max(size, 0) / 7.5
+    tl.atomic_max(size_ptr + column, size, mask=inside)
 
 
 @triton.jit(do_not_specialize=["tokens", "drawn"])
 def _encode_kernel(
-    z_ptr, part_ptr, drawn_ptr, codes_ptr, scale_ptr,
+    z_ptr, size_ptr, drawn_ptr, codes_ptr, scale_ptr,
     tokens, k, half, drawn,
-    GOLDEN: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    GOLDEN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Codes of columns j and j + half, in one byte."""
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -74,7 +67,7 @@ def _encode_kernel(
     for side in tl.static_range(2):
         at = column + side * half
         inside = (column < half) & (at < k)
-        scale = _scale(part_ptr, at, inside, k, PARTS)
+        scale = tl.load(size_ptr + at, mask=inside, other=0.0) / 7.5
         z = tl.load(
             z_ptr + row[:, None] * k + at[None, :],
             mask=(row < tokens)[:, None] & inside[None, :], other=0.0,
@@ -116,14 +109,14 @@ def encode(z: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
     scale = torch.empty(k, dtype=torch.float32, device=z.device)
     if tokens == 0:
         return codes, scale.zero_()
-    part = torch.empty(_PARTS, k, dtype=torch.float32, device=z.device)
+    size = torch.zeros(k, dtype=torch.float32, device=z.device)
     block = min(128, max(16, power_of_2(k)))
     each = ceil_div(ceil_div(tokens, _PARTS), _ROWS) * _ROWS
-    _size_kernel[(ceil_div(k, block), _PARTS)](z, part, tokens, k, each, ROWS=_ROWS, BLOCK=block)
+    _size_kernel[(ceil_div(k, block), _PARTS)](z, size, tokens, k, each, ROWS=_ROWS, BLOCK=block)
     block = min(64, max(16, power_of_2(half)))
     _encode_kernel[(ceil_div(half, block), ceil_div(tokens, _ROWS))](
-        z, part, drawn, codes, scale, tokens, k, half, len(drawn),
-        GOLDEN=GOLDEN, PARTS=_PARTS, ROWS=_ROWS, BLOCK=block,
+        z, size, drawn, codes, scale, tokens, k, half, len(drawn),
+        GOLDEN=GOLDEN, ROWS=_ROWS, BLOCK=block,
     )  # fmt: skip
     return codes, scale
 
