@@ -24,7 +24,7 @@ LAYERS = (
     {"compressors"},
     {"autograd", "functional"},
     {"sharing", "nn", "recompute"},
-    {"groups", "probe"},
+    {"adapters", "groups", "probe"},
     {"report", "surgery", "optim"},
     {"integrations"},
     {"analysis"},

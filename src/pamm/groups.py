@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 
 from torch import nn
 
+from pamm.adapters import keeping, obstacle
 from pamm.naming import group_name
 from pamm.nn import is_linear, is_pamm
 from pamm.probe import Input
@@ -101,11 +102,12 @@ def candidates(model: nn.Module, targets: Iterable[str]) -> Iterator[dict[str, n
         dot = f"{prefix}." if prefix else ""
         for names in (names for target in targets for names in TARGETS[target]):
             if all(name in children for name in names):
-                yield {
-                    f"{dot}{name}{below and '.'}{below}": leaf
-                    for name in names
-                    for below, leaf in leaves(children.pop(name)).items()
-                }
+                for layers in keeping({f"{dot}{name}": children.pop(name) for name in names}):
+                    yield {
+                        f"{name}{below and '.'}{below}": leaf
+                        for name, layer in layers.items()
+                        for below, leaf in leaves(layer).items()
+                    }
 
 
 def find(
@@ -130,7 +132,11 @@ def find(
             found.append(Found(layers, frozenset(layers)))
     merged = [_examine(model, names, inputs or [], widen) for names in _merge(seen, inputs or [])]
     order = {name: place for place, (name, _) in enumerate(model.named_modules())}
-    return sorted((*found, *merged), key=lambda group: min(order[name] for name in group.layers))
+    found = [
+        dataclasses.replace(group, reason=obstacle(model, group.layers) or group.reason)
+        for group in (*found, *merged)
+    ]
+    return sorted(found, key=lambda group: min(order[name] for name in group.layers))
 
 
 def _merge(seen: Iterable[str], inputs: list[Input]) -> list[list[str]]:

@@ -14,6 +14,8 @@ def group_name(layers: Iterable[str]) -> str:
         ('a.0.{q,k}', 'a.{0..1}.{k,v}')
         >>> group_name(["a.0.attn.q", "a.0.mlp.fc1"])
         'a.0.{attn.q,mlp.fc1}'
+        >>> group_name(["a.0.q.lora_A.default", "a.0.k.lora_A.default"])
+        'a.0.{q,k}.lora_A.default'
     """
     children: dict[str, list[str]] = {}
     for layer in layers:
@@ -27,7 +29,9 @@ def group_name(layers: Iterable[str]) -> str:
         merged = merge_names([f"{parent}." for parent in parents])
         texts.append(merged.removeprefix(".") + _listed(children[parents[0]]))
     common = _common_prefix(texts)
-    return common + _listed([text.removeprefix(common) for text in texts])
+    texts = [text.removeprefix(common) for text in texts]
+    ending = _common_ending(texts)
+    return common + _listed([text.removesuffix(ending) for text in texts]) + ending
 
 
 def merge_names(names: list[str]) -> str:
@@ -64,3 +68,14 @@ def _common_prefix(names: list[str]) -> str:
     while len({tuple(part[: length + 1]) for part in parts}) == 1:
         length += 1
     return "".join(f"{part}." for part in parts[0][:length])
+
+
+def _common_ending(names: list[str]) -> str:
+    """Of whole parts, with the dot before them; something is left of each name."""
+    if len(names) == 1:
+        return ""
+    parts = [name.split(".")[::-1] for name in names]
+    length = 0
+    while length + 1 < min(map(len, parts)) and len({part[length] for part in parts}) == 1:
+        length += 1
+    return "".join(f".{part}" for part in reversed(parts[0][:length]))

@@ -58,11 +58,12 @@ class Pamm(Swapped):
     pamm_group: Group
     pamm_member: int
 
-    @staticmethod
-    def adopt(layer: nn.Module, group: Group, member: int) -> None:
+    @classmethod
+    def adopt(cls, layer: nn.Module, group: Group, member: int) -> None:
         """Turn ``layer`` into a converted layer in place, as number ``member`` of ``group``."""
         if not is_pamm(layer):
-            layer.__class__ = PammLinear if type(layer) is nn.Linear else mixed(Pamm, type(layer))
+            is_common = cls is Pamm and type(layer) is nn.Linear
+            layer.__class__ = PammLinear if is_common else mixed(cls, type(layer))
         layer.pamm_group, layer.pamm_member = group, member  # type: ignore[assignment]
 
     def release(self) -> None:

@@ -25,6 +25,7 @@ from torch.fx.experimental import _config
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from pamm.adapters import uncast
 from pamm.errors import PammError
 from pamm.example import Example, example_of
 from pamm.nn import is_linear, is_pamm
@@ -103,8 +104,10 @@ def _run(module: nn.Module, name: str, example: Example) -> "_Watch":
 def _without_weights(model: nn.Module) -> nn.Module:
     """A copy in training mode, unconverted, without hooks, its weights on ``meta``."""
     memo: dict[int, Any] = {}
+    dtypes = uncast(model)
     for parameter in model.parameters():
-        shape = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+        dtype = dtypes.get(id(parameter), parameter.dtype)
+        shape = torch.empty(parameter.shape, dtype=dtype, device="meta")
         memo[id(parameter)] = nn.Parameter(shape, requires_grad=parameter.requires_grad)
     for buffer in model.buffers():
         device = "meta" if buffer.is_floating_point() or buffer.is_meta else "cpu"

@@ -20,13 +20,18 @@ class ConvertedGroup:
     in_features: int
     out_features: tuple[int, ...]
     dtype: torch.dtype
+    """Of what is kept in place of X."""
+    copies: tuple[torch.dtype, ...]
+    """Of every copy of X that exact training keeps."""
     config: PammConfig
     confirmed: bool = True
     """Whether a forward pass showed that nothing else keeps X; else by names alone."""
 
     def exact_bytes(self, tokens: int) -> int:
-        """Bytes of X, which exact training keeps once for the whole group."""
-        return tokens * self.in_features * self.dtype.itemsize
+        """Bytes of X, which exact training keeps once for the whole group, or a copy of it for
+        each adapter of another dtype.
+        """
+        return tokens * self.in_features * sum(dtype.itemsize for dtype in self.copies)
 
     def held_bytes(self, tokens: int) -> int:
         """Bytes kept in place of X, once for the whole group."""

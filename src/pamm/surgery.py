@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 
 from torch import nn
 
+from pamm.adapters import PammAdapter, attach_adapters, detach_adapters, dtypes, is_adapter
 from pamm.compressors import compressor
 from pamm.config import PammConfig
 from pamm.errors import NothingToConvertError, PammError, PartialGroupError
@@ -111,13 +112,14 @@ def _convert(model: nn.Module, found: Found, config: PammConfig) -> ConvertedGro
     else:
         stream = Stream(config.seed, found.name, config.backend, weight.device)  # type: ignore[arg-type]
         group = Group(found.name, layers, compressor(config), stream)
-        for member, layer in enumerate(layers):
-            Pamm.adopt(layer, group, member)
+        for member, (name, layer) in enumerate(found.layers.items()):
+            (PammAdapter if is_adapter(model, name) else Pamm).adopt(layer, group, member)
+        attach_adapters(model, found.layers)
     return ConvertedGroup(
         found.name,
         sizes[0][0],
         tuple(out for _, out in sizes),
-        weight.dtype,  # type: ignore[arg-type]
+        *dtypes(model, found.layers),
         config,
         found.confirmed,
     )
@@ -128,6 +130,7 @@ def revert(model: nn.Module) -> int:
     layers = [module for module in model.modules() if is_pamm(module)]
     for layer in layers:
         layer.release()
+    detach_adapters(model)
     return len(layers) + detach(model)
 
 

@@ -22,7 +22,7 @@ class Exact:
     def weight_grad(self, state: State, grad: Float[Tensor, "tokens m"]) -> Float[Tensor, "m n"]:
         """(X.T @ G).T, exactly as ``nn.Linear`` computes it."""
         (x,) = state
-        return grad.T @ x
+        return grad.T @ x.to(grad.dtype)
 
     def state_bytes(self, tokens: int, in_features: int, dtype: torch.dtype) -> int:
         """All of X."""
