@@ -1,8 +1,8 @@
 """PEFT's LoRA: what keeps X is ``lora_A``, the first layer of an adapter.
 
 The base layer is frozen and keeps no input; the ``lora_A`` beside it is trained and does. PEFT
-casts X to the adapter's dtype (fp32 by default) once for each of q, k and v, and all the copies are
-kept. Converted, ``lora_A`` gets X before that cast and casts it itself: the output is PEFT's bit for
+casts X to the adapter's dtype (fp32 by default) once for each of q, k and v, and keeps all copies.
+Converted, ``lora_A`` gets X before that cast and casts it itself: the output is PEFT's bit for
 bit, no copy is kept, and q, k and v know by the identity of X that they share one compression.
 
 With dropout each ``lora_A`` reads a tensor of its own, which is compressed by itself. PEFT then
