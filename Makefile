@@ -36,5 +36,5 @@ $(STAMP): pyproject.toml constraints.txt
 	    "Try: make PYTHON=python3.12" >&2; exit 2; }
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
-	  -c constraints.txt -e '.[train,plots,dev]'
+	  -c constraints.txt -e '.[train,peft,plots,dev]'
 	touch $@

@@ -210,6 +210,7 @@ class TestAdapters:
             assert_as_peft(model, plain)
         assert len(shapes) == len(report.converted) == 3 * BLOCKS
         names = group_layers(model)
+        assert held(plain, names) == report.exact_bytes(TOKENS)
         assert held(model, names) == report.held_bytes(TOKENS)
 
     def test_eval_and_mixed_batches_are_as_in_peft(self) -> None:
@@ -319,14 +320,13 @@ class TestRefused:
         with pytest.raises(pamm.NothingToConvertError, match=f"PEFT's {reason}"):
             pamm.convert(lora(**settings), CONFIG)
 
-    def test_fused_kernels(self) -> None:
-        def apply_lora_qkv() -> None: ...
-
-        model = lora()
-        for block in model.base_model.model.model.layers:
-            block.self_attn.apply_qkv = apply_lora_qkv
-        with pytest.raises(pamm.NothingToConvertError, match="fused kernel"):
-            pamm.convert(model, CONFIG)
+    def test_recomputing_what_peft_casts(self) -> None:
+        recompute = pamm.PammConfig(method="recompute")
+        with pytest.raises(pamm.NothingToConvertError, match="PEFT casts X"):
+            pamm.convert(lora(), recompute)
+        model = lora(adapter_fp32=False)  # there nothing is cast
+        pamm.convert(model, recompute)
+        assert_as_peft(model, lora(adapter_fp32=False), approximate="nothing")
 
     def test_adalora(self) -> None:
         config = peft.AdaLoraConfig(target_modules=list(NAMES), total_step=10)

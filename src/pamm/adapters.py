@@ -151,10 +151,16 @@ def obstacle(model: nn.Module, names: Iterable[str]) -> str | None:
             return f"{name} is of PEFT's {variant}, which does not run it as a layer on X"
         if hasattr(owner, "parameter_name"):
             return f"{name} is of PEFT's {type(owner).__name__}, which does not run it on X"
-        attention = model.get_submodule(name.partition(".lora_A.")[0].rpartition(".")[0])
-        if getattr(getattr(attention, "apply_qkv", None), "__name__", "") == "apply_lora_qkv":
-            return f"a fused kernel (apply_lora_qkv) reads the weight of {name} and keeps X itself"
     return None
+
+
+def is_cast(model: nn.Module, names: Iterable[str]) -> bool:
+    """Whether one of these layers is a ``lora_A`` of another dtype than X."""
+    owned = [_owner(model, name) for name in names]
+    return any(
+        owner is not None and owner.lora_A[adapter].weight.dtype != _input_dtype(owner, adapter)
+        for owner, adapter in owned
+    )
 
 
 def dtypes(

@@ -146,7 +146,8 @@ class Recomputing(Swapped):
         """x W.T + bias."""
         plain = super().forward  # type: ignore[misc]
         made = None
-        if self.weight.requires_grad and torch.is_grad_enabled():
+        # Without a gradient (the first block above a frozen embedding) X has no node that keeps h.
+        if self.weight.requires_grad and input.requires_grad and torch.is_grad_enabled():
             made = self.pamm_source.pamm_made(input)
         if made is None or torch.compiler.is_compiling():
             return plain(input)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 
 from torch import nn
 
-from pamm.adapters import PammAdapter, attach_adapters, detach_adapters, dtypes, is_adapter
+from pamm.adapters import PammAdapter, attach_adapters, detach_adapters, dtypes, is_adapter, is_cast
 from pamm.compressors import compressor
 from pamm.config import PammConfig
 from pamm.errors import NothingToConvertError, PammError, PartialGroupError
@@ -75,7 +75,10 @@ def convert(
     found: list[Found] = []
     skipped = []
     for group in find(model, targets, inputs, widen):
-        if reason := _reason(group, config, include, exclude):
+        if config.method == "recompute" and is_cast(model, group.layers):
+            reason = "PEFT casts X to the dtype of the adapter, and the copy is not made again"
+            skipped.append(SkippedGroup(group.name, reason))
+        elif reason := _reason(group, config, include, exclude):
             skipped.append(SkippedGroup(group.name, reason))
         else:
             found.append(group)

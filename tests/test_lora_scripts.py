@@ -1,0 +1,45 @@
+"""The example and the benchmark of LoRA run to their end on a tiny model."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("peft")
+ROOT = Path(__file__).parents[1]
+
+
+def run(script: str, *options: str) -> str:
+    command = [sys.executable, str(ROOT / script), *options]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def records(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_example(tmp_path: Path) -> None:
+    results = tmp_path / "results.jsonl"
+    options = ("--tiny", "--steps", "2", "--tokens", "128", "--dtype", "bfloat16")
+    for arm in ("lora", "lora_pamm"):
+        out = run("examples/lora_smollm2.py", *options, "--arm", arm, "--results", str(results))
+        assert f"{arm} " in out
+    exact, ours = records(results)
+    assert exact["eval_loss_before"] == ours["eval_loss_before"]  # the output is the same
+    assert exact["train_losses"][0] == ours["train_losses"][0]  # type: ignore[index]
+    x = 2 * 128 * 32  # blocks, tokens, features
+    assert exact["kept_by_lora_A_bytes"] == 3 * 4 * x
+    state = 2 * (4 * 32 * 2 + 128 * 3 + 4)
+    assert ours["kept_by_lora_A_bytes"] == state
+    assert exact["kept_bytes"] - ours["kept_bytes"] == 3 * 4 * x - state  # type: ignore[operator]
+
+
+def test_benchmark(tmp_path: Path) -> None:
+    results = tmp_path / "results.jsonl"
+    run("benchmarks/lora.py", str(results), "--tiny", "--repeats", "1")
+    arms = [record["arm"] for record in records(results)]
+    assert len(arms) == 2 * len(set(arms)) == 10
