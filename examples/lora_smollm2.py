@@ -112,14 +112,14 @@ def run(arm: str, options: argparse.Namespace) -> dict[str, Any]:
             callbacks=[PammCallback(config)] if arm == "lora_pamm" else [],
         )
         losses: dict[str, Any] = {}
-        forget_peak()
         if options.steps:
+            forget_peak()
             losses["eval_loss_before"] = trainer.evaluate()["eval_loss"]
             trainer.train()
             losses["eval_loss"] = trainer.evaluate()["eval_loss"]
             log = trainer.state.log_history
             losses["train_losses"] = [entry["loss"] for entry in log if "loss" in entry]
-    peak = peak_bytes(CPU)
+            losses["peak_process_bytes"] = peak_bytes(CPU)
 
     model.train()
     adapters = [name for name, _ in model.named_modules() if name.endswith("lora_A.default")]
@@ -139,7 +139,6 @@ def run(arm: str, options: argparse.Namespace) -> dict[str, Any]:
         **losses,
         "kept_bytes": kept([""]),
         "kept_by_lora_A_bytes": kept(adapters),
-        "peak_process_bytes": peak,
         "seed": 0,
         **environment(CPU),
     }
@@ -168,11 +167,15 @@ def main() -> None:
     record = run(options.arm, options)
     if options.results:
         append(options.results, [record])
-    loss = f"loss {record['eval_loss']:.4f}, " if options.steps else ""
     print(
-        f"{record['arm']:10} {loss}kept {record['kept_bytes']:,} B, by lora_A "
-        f"{record['kept_by_lora_A_bytes']:,} B, peak {record['peak_process_bytes']:,} B"
+        f"{record['arm']:10} kept {record['kept_bytes']:,} B, "
+        f"by lora_A {record['kept_by_lora_A_bytes']:,} B",
+        end="",
     )
+    if options.steps:
+        peak = record["peak_process_bytes"]
+        print(f", peak {peak:,} B, loss {record['eval_loss']:.4f}", end="")
+    print()
 
 
 if __name__ == "__main__":
