@@ -7,6 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from pamm.config import PammConfig
+from pamm.recipes.files import read_json_lines
 from pamm.recipes.settings import Arm, PretrainConfig
 
 WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "mixing")
@@ -45,6 +46,12 @@ def config(folder: Path, **changes: Any) -> PretrainConfig:
         save_every=2,
     )
     return dataclasses.replace(made, **changes)
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    """An arm's metrics without times."""
+    made = read_json_lines(folder / "metrics.jsonl")
+    return [{key: value for key, value in line.items() if key != "seconds"} for line in made]
 
 
 def quiet() -> Console:

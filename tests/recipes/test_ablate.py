@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -17,13 +16,13 @@ from pamm.errors import ArmFailedError, PammError
 from pamm.recipes import ablate as module
 from pamm.recipes.ablate import ablate
 from pamm.recipes.collect import collect
-from pamm.recipes.files import read_json, read_json_lines
+from pamm.recipes.files import read_json
 from pamm.recipes.settings import PretrainConfig
 from pamm.recipes.stop import Stop
 from pamm.recipes.study import FAILED
 from pamm.recipes.tokens import Tokens
 from pamm.recipes.training import train_arm
-from tests.recipes.helpers import quiet
+from tests.recipes.helpers import lines, quiet
 from tests.recipes.test_study import study, values
 
 CELLS = {
@@ -42,12 +41,6 @@ def start(folder: Path, workers: int) -> subprocess.Popen[str]:
         text=True,
         env={**os.environ, "COLUMNS": "100"},
     )
-
-
-def lines(folder: Path) -> list[dict[str, Any]]:
-    """Metrics without times."""
-    made = read_json_lines(folder / "metrics.jsonl")
-    return [{key: value for key, value in line.items() if key != "seconds"} for line in made]
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -15,7 +14,7 @@ from pamm.recipes.settings import PretrainConfig
 from pamm.recipes.stop import Stop
 from pamm.recipes.tokens import prepare
 from pamm.recipes.training import train_arm
-from tests.recipes.helpers import config, quiet
+from tests.recipes.helpers import config, lines, quiet
 
 PROJECT = Path(__file__).parents[2]
 STEPS = 16
@@ -51,12 +50,6 @@ def kill_at(process: subprocess.Popen[str], metrics: Path, step: int) -> None:
     for each in [family, *family.children(recursive=True)]:
         each.kill()
     process.communicate()
-
-
-def lines(folder: Path) -> list[dict[str, Any]]:
-    """Metrics without times."""
-    made = read_json_lines(folder / "metrics.jsonl")
-    return [{key: value for key, value in line.items() if key != "seconds"} for line in made]
 
 
 @pytest.mark.slow

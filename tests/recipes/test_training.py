@@ -20,7 +20,7 @@ from pamm.recipes.settings import Arm, PretrainConfig
 from pamm.recipes.stop import Stop
 from pamm.recipes.tokens import prepare
 from pamm.recipes.training import last_checkpoint, train_arm
-from tests.recipes.helpers import config, quiet
+from tests.recipes.helpers import config, lines, quiet
 
 
 class StopAt(Stop):
@@ -45,12 +45,6 @@ def run(folder: Path, made: PretrainConfig, stop: Stop | None = None, arm: int =
 
 def weights(folder: Path, step: int = 6) -> dict[str, Tensor]:
     return load_file(folder / f"checkpoint-{step}" / "model.safetensors")
-
-
-def lines(folder: Path) -> list[dict[str, Any]]:
-    """Metrics without times."""
-    made = read_json_lines(folder / "metrics.jsonl")
-    return [{key: value for key, value in line.items() if key != "seconds"} for line in made]
 
 
 @pytest.mark.parametrize("stops", [(1,), (2,), (3, 2)], ids=str)
