@@ -80,8 +80,11 @@ CHANGES: dict[str, dict[str, Any]] = {
     "mobilevitv2": {"image_size": 64},
     "efficientnet": {"hidden_dim": 2560},
     "xlstm": {"num_heads": 4, "qk_dim_factor": 1.0, "v_dim_factor": 1.0},
-    "textnet": {"conv_layer_kernel_sizes": [[[3, 3]]] * 4, "hidden_sizes": [64] * 5,
-                "conv_layer_strides": [[1]] * 4},  # fmt: skip
+    "textnet": {
+        "conv_layer_kernel_sizes": [[[3, 3]]] * 4,
+        "hidden_sizes": [64] * 5,
+        "conv_layer_strides": [[1]] * 4,
+    },
     "bamba": {"attn_layer_indices": [1]},
     "layoutlmv3": {"coordinate_size": 12, "shape_size": 8},
     "lilt": {"hidden_size": 96},

@@ -8,6 +8,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from pamm.config import PammConfig
 from pamm.nn import groups
+from pamm.recompute import recomputed_groups
 from pamm.report import Report
 from pamm.surgery import Selector, convert, seek
 
@@ -46,7 +47,7 @@ class PammCallback(TrainerCallback):
         exclude: Selector = None,
     ) -> None:
         self.config = config or PammConfig()
-        self._select = {"include": include, "exclude": exclude}
+        self._select: dict[str, Any] = {"include": include, "exclude": exclude}
 
     def on_init_end(
         self,
@@ -79,7 +80,7 @@ class PammCallback(TrainerCallback):
         seek(kwargs["model"], state.global_step)
 
     def _convert(self, model: nn.Module, state: TrainerState) -> None:
-        if groups(model):
+        if groups(model) or recomputed_groups(model):
             return
         self.report = convert(model, self.config, **self._select)
         if state.is_world_process_zero:
