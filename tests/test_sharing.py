@@ -165,18 +165,17 @@ def test_a_group_of_which_only_some_layers_run_lets_go_when_x_dies(attention: At
     x, freed = tensor_with_finaliser((40, 16))
     attention.q_proj(x)
     group = groups(attention)[0]
-    assert group._current.state
+    assert group._currents.of
     del x
     assert freed
-    assert not group._current.state
+    assert not group._currents.of
 
 
 def test_nothing_is_held_after_the_last_reader(attention: Attention) -> None:
     x = torch.randn(40, 16)
     outputs = project(attention, x)
     group = groups(attention)[0]
-    assert group._current.state == ()
-    assert group._current.x is None
+    assert not group._currents.of
     del outputs
 
 

@@ -35,7 +35,7 @@ def group_name(layers: Iterable[str]) -> str:
 
 
 def merge_names(names: list[str]) -> str:
-    """``layers.0.attn``, ``layers.1.attn``, ... as ``layers.{0..1}.attn``."""
+    """``layers.0.attn``, ``layers.1.attn``, ... as ``layers.{0..1}.attn``; texts as well."""
     numbers = [_NUMBER.findall(name) for name in names]
     merged = names[0]
     for position in range(len(numbers[0])):

@@ -93,10 +93,10 @@ class Pamm(Swapped):
     __repr__ = nn.Module.__repr__
 
 
-class PammLinear(Pamm, nn.Linear):
+class PammLinear(Pamm, nn.Linear):  # pyright: ignore[reportIncompatibleVariableOverride]
     """An ``nn.Linear`` that keeps a compressed input for its weight gradient (see ``Pamm``)."""
 
-    __reduce_ex__ = object.__reduce_ex__  # this class can be imported
+    __reduce_ex__ = object.__reduce_ex__  # type: ignore[assignment]  # this class can be imported
 
 
 def is_pamm(layer: nn.Module) -> TypeGuard[Pamm]:

@@ -15,6 +15,7 @@ import copy
 import dataclasses
 import random
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -122,7 +123,7 @@ def _without_weights(model: nn.Module) -> nn.Module:
         module._compiled_call_impl = None
         # Activation checkpointing hides who keeps what.
         if getattr(module, "gradient_checkpointing", False):
-            module.gradient_checkpointing = False
+            module.gradient_checkpointing = False  # type: ignore[assignment]
         # Fused attention needs a GPU; how it is computed changes nothing for X.
         config = getattr(module, "config", None)
         if getattr(config, "_attn_implementation", None) not in (None, "eager", "sdpa"):
@@ -141,12 +142,14 @@ def _undisturbed() -> Iterator[None]:
     try:
         with (
             compiler,
-            _config.patch(meta_nonzero_assume_all_nonzero=True),
+            warnings.catch_warnings(),
+            _config.patch(meta_nonzero_assume_all_nonzero=True),  # type: ignore[attr-defined]
             torch.random.fork_rng(devices=[]),
             torch.inference_mode(False),
             torch.enable_grad(),
             torch.autocast("cpu", enabled=False),
         ):
+            warnings.simplefilter("ignore")  # the model will say it again when it is trained
             yield
     finally:
         random.setstate(states[0])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+from collections.abc import Iterable
 
 import torch
 from rich.console import Console
@@ -102,7 +103,7 @@ class Report:
             table.add_row(
                 merge_names([each.name for each in alike]).replace("[", "\\["),
                 str(count),
-                f"{group.in_features} -> {'+'.join(map(str, group.out_features))}",
+                f"{group.in_features} -> {_format_widths(group.out_features)}",
                 format_bytes(exact),
                 format_bytes(held),
                 f"{1 - held / exact:.2%}" if exact else "",
@@ -110,7 +111,7 @@ class Report:
             )
         console = Console(file=io.StringIO(), width=140)
         console.print(table)
-        for name, reason in self._skipped():
+        for name, reason in merge_skipped(self.skipped):
             console.print(f"skipped {name}: {reason}", markup=False, highlight=False)
         for note in self._unconfirmed():
             console.print(note, markup=False, highlight=False)
@@ -140,11 +141,23 @@ class Report:
             for alike in names.values()
         ]
 
-    def _skipped(self) -> list[tuple[str, str]]:
-        lines: dict[tuple[str, str], list[str]] = {}
-        for group in self.skipped:
-            lines.setdefault((pattern(group.name), group.reason), []).append(group.name)
-        return [(merge_names(names), reason) for (_, reason), names in lines.items()]
+
+def merge_skipped(skipped: Iterable[SkippedGroup]) -> list[tuple[str, str]]:
+    """Names and reasons, of all blocks together."""
+    lines: dict[tuple[str, str], list[SkippedGroup]] = {}
+    for group in skipped:
+        lines.setdefault((pattern(group.name), pattern(group.reason)), []).append(group)
+    return [
+        (merge_names([each.name for each in alike]), merge_names([each.reason for each in alike]))
+        for alike in lines.values()
+    ]
+
+
+def _format_widths(widths: tuple[int, ...]) -> str:
+    """'16+8+8', and '24 x 16' for many equal ones."""
+    if len(widths) > 4 and len(set(widths)) == 1:
+        return f"{len(widths)} x {widths[0]}"
+    return "+".join(map(str, widths))
 
 
 def format_bytes(count: float) -> str:

@@ -12,6 +12,7 @@ The group holds a state no longer than needed: until every member has used it, o
 After that only autograd's graph holds it.
 """
 
+import dataclasses
 import threading
 import weakref
 
@@ -23,14 +24,25 @@ from pamm.functional import compress_rows
 from pamm.stream import Stream
 
 
-class _Current(threading.local):
-    """What the group's last compression was made of; one for each thread of ``DataParallel``."""
+@dataclasses.dataclass
+class _Current:
+    """A compression that some members have not used yet, and what it was made of."""
 
-    x: "weakref.ref[Tensor] | None" = None
-    version: int = -1
-    dtype: torch.dtype | None = None
-    state: State = ()
-    waiting: frozenset[int] = frozenset()
+    x: "weakref.ref[Tensor]"
+    version: int
+    dtype: torch.dtype
+    state: State
+    waiting: frozenset[int]
+
+
+class _Currents(threading.local):
+    """Those of a group, by the id of X; for each thread of ``DataParallel`` its own.
+
+    Mostly one. Where k and v of a decoder also read the encoder's states, two.
+    """
+
+    def __init__(self) -> None:
+        self.of: dict[int, _Current] = {}
 
 
 class Group:
@@ -50,30 +62,31 @@ class Group:
         self.layers = layers
         self.method = method
         self.stream = stream
-        self._current = _Current()
+        self._currents = _Currents()
 
     def state(self, member: int, x: Tensor, cast: Tensor) -> State:
         """The state of X for layer number ``member``; ``cast`` is X in the dtype to compute in."""
         if torch.compiler.is_compiling():
             return self._traced_state(member, cast)
-        now = self._current
+        currents, key = self._currents.of, id(x)
+        now = currents.get(key)
         known = (
-            now.x is not None
+            now is not None
             and now.x() is x
             and now.version == x._version
             and now.dtype == cast.dtype
             and member in now.waiting
         )
         if not known:
-            now.state = compress_rows(self.method, cast, self.stream.draw)
-            now.x = weakref.ref(x, self._forget)
-            now.version, now.dtype = x._version, cast.dtype
-            now.waiting = frozenset(range(len(self.layers)))
-        state = now.state
+            state = compress_rows(self.method, cast, self.stream.draw)
+            gone = weakref.ref(x, lambda _: currents.pop(key, None))
+            now = _Current(gone, x._version, cast.dtype, state, frozenset(range(len(self.layers))))
+            currents[key] = now
+        assert now is not None
         now.waiting -= {member}
         if not now.waiting:
-            self._forget()
-        return state
+            del currents[key]
+        return now.state
 
     def _traced_state(self, member: int, cast: Tensor) -> State:
         """In a compiled graph every member writes the compression down, and the compiler, which
@@ -90,12 +103,9 @@ class Group:
         self.stream.move(device)
         self.method.move(device)
 
-    def _forget(self, _: object = None) -> None:
-        self._current.x, self._current.state = None, ()
-
     def __getstate__(self) -> dict[str, object]:
-        """Copies and pickles start without a current state: it belongs to a forward pass."""
-        return {name: value for name, value in vars(self).items() if name != "_current"}
+        """Copies and pickles start without current states: they belong to a forward pass."""
+        return {name: value for name, value in vars(self).items() if name != "_currents"}
 
     def __setstate__(self, values: dict[str, object]) -> None:
-        vars(self).update(values, _current=_Current())
+        vars(self).update(values, _currents=_Currents())

@@ -20,7 +20,7 @@ from pamm.groups import TARGETS, Found, find
 from pamm.nn import Pamm, features, groups, is_linear, is_pamm
 from pamm.probe import Input, probe
 from pamm.recompute import Recomputing, attach, detach, recomputed_groups
-from pamm.report import ConvertedGroup, Report, SkippedGroup
+from pamm.report import ConvertedGroup, Report, SkippedGroup, merge_skipped
 from pamm.sharing import Group
 from pamm.stream import Stream
 
@@ -224,9 +224,9 @@ def _obstacle(layers: dict[str, nn.Module]) -> str | None:
 def _nothing(model: nn.Module, targets: list[str], skipped: list[SkippedGroup]) -> str:
     kind = type(model).__name__
     if skipped:
-        reasons = "; ".join(dict.fromkeys(f"{group.name}: {group.reason}" for group in skipped[:3]))
-        more = f" (and {len(skipped) - 3} more)" if len(skipped) > 3 else ""
-        return f"no group of {kind} was converted. {reasons}{more}."
+        lines = [f"{name}: {reason}" for name, reason in merge_skipped(skipped)]
+        more = f" (and {len(lines) - 3} more)" if len(lines) > 3 else ""
+        return f"no group of {kind} was converted. {'; '.join(lines[:3])}{more}."
     looked_for = ", ".join("/".join(names) for target in targets for names in TARGETS[target])
     return (
         f"{kind} has no {' or '.join(targets)} projections named {looked_for} as children of one "

@@ -38,5 +38,5 @@ def restore(module: Swapped) -> None:
 
 
 def _rebuild(mixin: type[Swapped], base: type[nn.Module]) -> nn.Module:
-    made = mixed(mixin, base)
+    made: Any = mixed(mixin, base)
     return made.__new__(made)

@@ -84,7 +84,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "conv_layer_kernel_sizes": [[[3, 3]]] * 4,
         "hidden_sizes": [64] * 5,
         "conv_layer_strides": [[1]] * 4,
-    },  # fmt: skip
+    },
     "bamba": {"attn_layer_indices": [1]},
     "layoutlmv3": {"coordinate_size": 12, "shape_size": 8},
     "lilt": {"hidden_size": 96},

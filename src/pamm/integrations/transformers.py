@@ -19,6 +19,7 @@ from pamm.config import PammConfig
 from pamm.errors import PammError
 from pamm.fidelity import watch
 from pamm.nn import groups
+from pamm.recompute import recomputed_groups
 from pamm.report import Report
 from pamm.surgery import Selector, convert, seek
 
@@ -60,7 +61,7 @@ class PammCallback(TrainerCallback):
         exclude: Selector = None,
     ) -> None:
         self.config = config or PammConfig()
-        self._select = {"include": include, "exclude": exclude}
+        self._select: dict[str, Any] = {"include": include, "exclude": exclude}
 
     def on_init_end(
         self,
@@ -120,7 +121,7 @@ class PammCallback(TrainerCallback):
         (folder / SIDE_FILE).write_text(text + "\n", encoding="utf-8")
 
     def _convert(self, model: nn.Module, state: TrainerState) -> None:
-        if groups(model):
+        if groups(model) or recomputed_groups(model):
             return
         self.report = convert(model, self.config, **self._select)
         tag = getattr(model, "add_model_tags", None)
