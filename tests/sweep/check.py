@@ -60,15 +60,16 @@ def run(model: nn.Module, inputs: dict[str, Any]) -> Step:
 
 @contextmanager
 def inputs_of_groups(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
-    """Every tensor that layers of a group receive inside the context, under the group's name."""
+    """Every tensor that a group's layers receive with gradients on, under the group's name."""
     seen: dict[str, list[Tensor]] = {}
     handles = []
     for group, layers in group_layers(model).items():
         for layer in layers:
 
             def hook(_: nn.Module, args: tuple[Tensor, ...], group: str = group) -> None:
-                if not any(args[0] is x for x in seen.setdefault(group, [])):
-                    seen[group].append(args[0])
+                met = seen.setdefault(group, [])
+                if torch.is_grad_enabled() and not any(args[0] is x for x in met):
+                    met.append(args[0])
 
             handles.append(model.get_submodule(layer).register_forward_pre_hook(hook))
     yield seen

@@ -12,10 +12,10 @@ PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 HEAD = """# Models
 
 What `pamm.convert` does with every type of model in Transformers {version} (torch {torch}). Each
-was built small with random weights and trained for a step: exactly, with PAMM (ratio 1/4, q, k, v),
-and with `method="recompute"` (q, k, v and the MLP's first layers). Checked for each: all gradients but
-those of converted weights equal exact training's bit for bit, and the bytes freed between forward
-and backward are those the report predicts. `python -m tests.sweep` writes this page, and
+was built small with random weights and trained for a step: exactly, with PAMM (ratio 1/4, q, k, v)
+and with `method="recompute"` (q, k, v and the MLP's first layers). Checked for each: all gradients
+but those of converted weights equal exact training's bit for bit, and the bytes freed between
+forward and backward are those the report predicts. `python -m tests.sweep` writes this page, and
 `tests/sweep` compares every line with a run.
 
 "N groups" were converted by default; what was not, and why, follows; "N recomputed" is

@@ -56,6 +56,13 @@ SIZES: dict[str, Any] = {
 """What is set where a configuration has it."""
 
 MLA = {"num_key_value_heads": 4, "head_dim": 16, "qk_head_dim": 32, "v_head_dim": 16}
+SWIN = {
+    "embed_dim": 24,
+    "depths": [1, 1],
+    "num_heads": [2, 2],
+    "patch_size": 4,
+    "window_size": 4,
+}
 CHANGES: dict[str, dict[str, Any]] = {
     "dots1": {"head_dim": 16},
     "dots3_note": {"num_key_value_heads": 4},
@@ -72,9 +79,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "zamba": {"num_hidden_layers": 3},
-    "swin": {"embed_dim": 24, "depths": [1, 1], "num_heads": [2, 2], "image_size": 64},
-    "swinv2": {"embed_dim": 24, "depths": [1, 1], "num_heads": [2, 2], "image_size": 64},
-    "donut-swin": {"embed_dim": 24, "depths": [1, 1], "num_heads": [2, 2], "image_size": 64},
+    "swin": SWIN,
+    "swinv2": SWIN,
+    "donut-swin": SWIN,
     "convnext": {"image_size": 64},
     "convnextv2": {"image_size": 64},
     "mobilevitv2": {"image_size": 64},
@@ -127,7 +134,8 @@ def config_of(kind_of_config: type[Any], changes: dict[str, Any] | None = None) 
 def build(kind: str, model_type: str) -> nn.Module:
     """A small model with random weights, in training mode."""
     torch.manual_seed(0)
-    model_class = getattr(transformers, KINDS[kind][model_type])
+    names = KINDS[kind][model_type]  # of several, the first is the usual one
+    model_class = getattr(transformers, names if isinstance(names, str) else names[0])
     config = config_of(model_class.config_class, CHANGES.get(model_type))
     if getattr(config, "pad_token_id", None) is None:
         config.pad_token_id = 0
