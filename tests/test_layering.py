@@ -33,7 +33,7 @@ LAYERS = (
     {"cli", "__main__"},
 )
 THIRD_PARTY = {
-    "integrations": {"transformers", "peft", "lightning", "axolotl", "pydantic"},
+    "integrations": {"transformers", "safetensors", "peft", "lightning", "axolotl", "pydantic"},
     "analysis": {"matplotlib", "transformers", "numpy"},
     "recipes": {
         "transformers",

@@ -132,7 +132,7 @@ def test_what_is_not_finite_reaches_the_gradient(backend: str, value: float) -> 
         method.advance(x)
         state = method.compress(x, Stream().draw)
         assert not method.weight_grad(state, g).isfinite().all()
-        assert method.carried.isfinite().all()
+        assert method.axes.isfinite().all()
         place[5, 7] = kept
 
 
@@ -141,7 +141,7 @@ def test_directions_turn_to_where_the_energy_is() -> None:
     method = prepared(64)
     for _ in range(subspace.FIRST):
         method.advance(x)
-    q = method.carried
+    q = method.axes
     assert torch.allclose(q.T @ q, torch.eye(q.shape[1], device=DEVICE), atol=1e-5)
     left = x - (x @ q) @ q.T
     assert left.norm() < 0.02 * x.norm()
@@ -159,7 +159,7 @@ def test_degenerate_inputs_leave_an_orthonormal_basis(x: Tensor) -> None:
     method = prepared(32)
     for _ in range(3):
         method.advance(x.to(DEVICE))
-    q = method.carried
+    q = method.axes
     assert torch.allclose(q.T @ q, torch.eye(q.shape[1], device=DEVICE), atol=1e-5)
     state = method.compress(x.to(DEVICE), Stream().draw)
     gradient = method.weight_grad(state, torch.ones(len(x), 3, device=DEVICE))
@@ -171,9 +171,9 @@ def test_refreshes_come_often_at_first_and_seldom_later() -> None:
     method = prepared(32)
     changed = []
     for number in range(2 * subspace.EVERY + 1):
-        before = method.carried.clone()
+        before = method.axes.clone()
         method.advance(torch.randn(100, 32, device=DEVICE))
-        if not torch.equal(before, method.carried):
+        if not torch.equal(before, method.axes):
             changed.append(number)
     assert changed == [*range(subspace.FIRST), subspace.EVERY, 2 * subspace.EVERY]
 
@@ -223,7 +223,7 @@ def test_copies_carry_directions_of_their_own() -> None:
     ours, theirs = (groups(m)[0].method for m in (model, twin))
     assert isinstance(ours, Subspace)
     assert isinstance(theirs, Subspace)
-    assert not torch.equal(ours.carried, theirs.carried)
+    assert not torch.equal(ours.axes, theirs.axes)
     assert int(ours.passes) == 0
 
 
@@ -241,3 +241,19 @@ def test_the_default_ratio_is_a_quarter_of_the_features() -> None:
     assert CONFIG.ratio == 1 / 4
     assert PammConfig().ratio == 1 / 512
     assert PammConfig.from_dict(CONFIG.to_dict()) == CONFIG
+
+
+def test_a_resumed_run_gets_its_directions_back() -> None:
+    x = torch.randn(3, 200, 32, device=DEVICE)
+    one, other = attention(), attention()
+    other.load_state_dict(one.state_dict())
+    for rows in x[:2]:
+        one["q_proj"](rows)
+    for name, tensor in pamm.carried(other).items():
+        tensor.copy_(pamm.carried(one)[name])
+    grads = []
+    for model in (one, other):
+        pamm.seek(model, 2)
+        model["q_proj"](x[2]).sum().backward()
+        grads.append(model["q_proj"].weight.grad)
+    assert torch.equal(*grads)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pamm.optim import param_groups
     from pamm.report import Report
     from pamm.stream import Stream
-    from pamm.surgery import convert, revert, seek
+    from pamm.surgery import carried, convert, revert, seek
     from pamm.types import Compressed
 
 __version__ = "0.1.0"
@@ -27,6 +27,7 @@ __all__ = [
     "Report",
     "Stream",
     "approx_matmul",
+    "carried",
     "compress",
     "convert",
     "linear",
@@ -46,6 +47,7 @@ _HOMES = {
     "Report": "report",
     "Stream": "stream",
     "approx_matmul": "functional",
+    "carried": "surgery",
     "compress": "functional",
     "convert": "surgery",
     "linear": "functional",

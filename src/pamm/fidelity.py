@@ -3,6 +3,7 @@
 import fnmatch
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -88,7 +89,7 @@ def watch(model: nn.Module, chosen: Iterable[str] | None = None) -> Iterator[Wat
     try:
         for group in found:
             watcher = _Watcher(group.method, group.name in picked)
-            watched._watchers[group.name] = group.method = watcher
+            watched._watchers[group.name] = group.method = watcher  # type: ignore[assignment]
         yield watched
     finally:
         for group, method in zip(found, methods, strict=True):
@@ -104,6 +105,9 @@ class _Watcher:
         self.held, self.tokens = 0, 0
         self.dropped: Tensor | float = 0.0
         self.products: Tensor | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._method, name)  # what is not watched
 
     def compress(self, x: Float[Tensor, "tokens n"], draw: Draw) -> State:
         state = self._method.compress(x, draw)

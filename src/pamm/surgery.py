@@ -8,7 +8,7 @@ is replaced: the projections themselves change class. So every model whose atten
 import fnmatch
 from collections.abc import Callable, Iterable
 
-from torch import nn
+from torch import Tensor, nn
 
 from pamm.adapters import PammAdapter, attach_adapters, detach_adapters, dtypes, is_adapter, is_cast
 from pamm.bypass import refuse_bypasses
@@ -159,6 +159,25 @@ def seek(model: nn.Module, step: int) -> None:
         raise PammError("this model has no PAMM layers; call pamm.convert(model) first.")
     for group in found:
         group.stream.seek(step)
+
+
+def carried(model: nn.Module) -> dict[str, Tensor]:
+    """The tensors that groups carry from step to step: the very ones, to be saved or filled.
+
+    Method ``"subspace"`` carries directions; other methods nothing. They are not in the state_dict,
+    whose keys stay those of the exact model. ``PammCallback`` saves them beside each checkpoint.
+
+    Example:
+        >>> model = nn.ModuleDict({name: nn.Linear(8, 8) for name in ("query", "key", "value")})
+        >>> report = convert(model, PammConfig("subspace"))
+        >>> sorted(carried(model))
+        ['{query,key,value}.axes', '{query,key,value}.passes']
+    """
+    return {
+        f"{group.name}.{name}": tensor
+        for group in groups(model)
+        for name, tensor in group.method.carried().items()
+    }
 
 
 def _selected(name: str, include: Selector, exclude: Selector) -> bool:

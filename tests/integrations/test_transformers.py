@@ -150,6 +150,16 @@ def test_a_resumed_run_draws_and_ends_as_the_uninterrupted_one(
         assert torch.equal(one, other)
 
 
+def test_a_resumed_run_goes_on_with_the_directions_it_had(tmp_path: Path) -> None:
+    config = pamm.PammConfig("subspace")
+    straight, resumed = llama(), llama()
+    trainer(tmp_path, PammCallback(config), straight).train()
+    folder = str(tmp_path / "checkpoint-2")
+    trainer(tmp_path, PammCallback(config), resumed).train(resume_from_checkpoint=folder)
+    for one, other in zip(straight.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
 def test_checkpoints_are_those_of_the_exact_model(tmp_path: Path) -> None:
     model = llama()
     trainer(tmp_path, PammCallback(CONFIG), model).train()

@@ -24,6 +24,10 @@ class Compressor(Protocol):
         """Take what is carried to another device."""
         ...
 
+    def carried(self) -> dict[str, Tensor]:
+        """The tensors carried, by name; a resumed run gets them back."""
+        ...
+
     def advance(self, x: Float[Tensor, "tokens n"]) -> None:
         """A new forward pass begins, with this X: what is carried may learn from it."""
         ...
@@ -49,6 +53,10 @@ class Memoryless:
 
     def move(self, device: torch.device) -> None:
         """Nothing to move."""
+
+    def carried(self) -> dict[str, Tensor]:
+        """Nothing to keep."""
+        return {}
 
     def advance(self, x: Float[Tensor, "tokens n"]) -> None:
         """Nothing to learn."""

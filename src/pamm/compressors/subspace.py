@@ -24,28 +24,32 @@ class Subspace:
     def prepare(self, in_features: int, device: torch.device) -> None:
         """Q1 is the first unit vectors; the first passes turn it where X's energy lies."""
         device = torch.device("cpu") if device.type == "meta" else device
-        carried, _ = subspace.directions(self.config.ratio, in_features)
-        self.carried = torch.eye(in_features, carried, device=device)
+        count, _ = subspace.directions(self.config.ratio, in_features)
+        self.axes = torch.eye(in_features, count, device=device)
         self.passes = torch.zeros(1, dtype=torch.int64)
 
     def move(self, device: torch.device) -> None:
         """Q1 goes along with the layers."""
-        if self.carried.device != device and device.type != "meta":
-            self.carried = self.carried.to(device)
+        if self.axes.device != device and device.type != "meta":
+            self.axes = self.axes.to(device)
+
+    def carried(self) -> dict[str, Tensor]:
+        """Q1, and how many forward passes have learned."""
+        return {"axes": self.axes, "passes": self.passes}
 
     def advance(self, x: Float[Tensor, "tokens n"]) -> None:
         """Bring Q1 up to date with X, now and then."""
         self.move(x.device)
-        ops.refresh(self.carried, self.passes, x, subspace.EVERY)
+        ops.refresh(self.axes, self.passes, x, subspace.EVERY)
 
     def compress(self, x: Float[Tensor, "tokens n"], draw: Draw) -> State:
         """Codes, scales (times w) and Q."""
         self.move(x.device)
-        n, k1 = self.carried.shape
+        n, k1 = self.axes.shape
         drawn = draw(n, subspace.directions(self.config.ratio, n)[1], x.device)
         wide = accumulation_dtype(x.dtype)
         with ops.no_autocast(x):
-            basis = subspace.basis(self.carried.to(wide), drawn).to(x.dtype)
+            basis = subspace.basis(self.axes.to(wide), drawn).to(x.dtype)
             codes, scale = ops.encode(x @ basis, drawn, self.config.backend)
         weight = torch.ones_like(scale)
         weight[k1:] = n / len(drawn)

@@ -50,7 +50,7 @@ class PammCallback(lightning.Callback):
         exclude: Selector = None,
     ) -> None:
         self.config = config or PammConfig()
-        self._select = {"include": include, "exclude": exclude}
+        self._select: dict[str, Any] = {"include": include, "exclude": exclude}
         self._step = -1
 
     def setup(

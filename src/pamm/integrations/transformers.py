@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -21,9 +22,15 @@ from pamm.fidelity import watch
 from pamm.nn import groups
 from pamm.recompute import recomputed_groups
 from pamm.report import Report
-from pamm.surgery import Selector, convert, seek
+from pamm.surgery import Selector, carried, convert, seek
 
 _log = logging.getLogger(__name__)
+
+
+def _carried_file(args: TrainingArguments) -> str:
+    """What each rank's groups carry from step to step; written beside the checkpoints."""
+    return f"pamm_carried-{args.process_index}.safetensors"
+
 
 SIDE_FILE = "pamm_config.json"
 """Written beside the weights. For people: nothing reads it, and the weights need nothing."""
@@ -84,6 +91,7 @@ class PammCallback(TrainerCallback):
         model = kwargs["model"]
         refuse_bypasses(model)
         self._convert(model, state)
+        self._resume(model, args, state)
         checkpointing = any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
         if checkpointing and state.is_world_process_zero:
             _log.warning(
@@ -113,12 +121,28 @@ class PammCallback(TrainerCallback):
         folder = Path(args.output_dir or "") / f"checkpoint-{state.global_step}"
         if state.is_world_process_zero and folder.is_dir():
             self.write_side_file(folder)
+        tensors = carried(kwargs["model"])
+        if tensors and folder.is_dir():
+            save_file(tensors, folder / _carried_file(args))
 
     def write_side_file(self, folder: Path) -> None:
         """Write ``pamm_config.json``: the settings, and the groups by name."""
         made = [] if self.report is None else [group.name for group in self.report.converted]
         text = json.dumps({**self.config.to_dict(), "groups": made}, indent=2)
         (folder / SIDE_FILE).write_text(text + "\n", encoding="utf-8")
+
+    def _resume(self, model: nn.Module, args: TrainingArguments, state: TrainerState) -> None:
+        """Give the groups back what they carried when the checkpoint was written."""
+        tensors = carried(model)
+        if not tensors or not state.global_step:
+            return
+        folder = Path(args.output_dir or "") / f"checkpoint-{state.global_step}"
+        path = folder / _carried_file(args)
+        if path.exists():
+            for name, tensor in load_file(path).items():
+                tensors[name].copy_(tensor)
+        else:
+            _log.warning("%s is not there: directions are found anew in the first steps.", path)
 
     def _convert(self, model: nn.Module, state: TrainerState) -> None:
         if groups(model) or recomputed_groups(model):
