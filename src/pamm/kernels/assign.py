@@ -109,7 +109,8 @@ def _assign_kernel(
         done = tl.atomic_add(counter_ptr + 1, 1)
         if done == tl.num_programs(0) - 1:
             kept = tokens - tl.atomic_add(counter_ptr, 0)
-            tl.store(beta_ptr, tokens.to(tl.float32) / kept.to(tl.float32))
+            # Rounded as torch rounds: a plain division is off by a unit on GPUs.
+            tl.store(beta_ptr, tl.div_rn(tokens.to(tl.float32), kept.to(tl.float32)))
     tl.store(f_ptr + token, f.to(f_ptr.dtype.element_ty), mask=present)
     tl.store(alpha_ptr + token, alpha.to(alpha_ptr.dtype.element_ty), mask=present)
 
