@@ -31,6 +31,7 @@ from torch import Tensor, nn
 import pamm
 from pamm.bench.model import SEQUENCE, SIZES, Llama
 from pamm.bench.records import append, environment
+from pamm.compressors import compressor
 
 VALIDATION = 1024  # sequences
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -117,10 +118,12 @@ def convert(model: nn.Module, run: dict[str, Any], tokens: int) -> dict[str, int
         if key in run:
             config = pamm.PammConfig.from_dict({"seed": run.get("seed", 0), **run[key]})
             report = pamm.convert(model, config, targets=target)
-            # Weights are fp32, but X is kept in bf16 under autocast.
-            wide = 2 if config.method not in ("recompute",) else 1
-            exact += report.exact_bytes(tokens) // 2
-            held += report.held_bytes(tokens) // wide
+            for group in report.converted:  # weights are fp32, but autocast makes X bf16
+                exact += tokens * group.in_features * torch.bfloat16.itemsize
+                if config.method != "recompute":
+                    held += compressor(config).state_bytes(
+                        tokens, group.in_features, torch.bfloat16
+                    )
     return {"exact_bytes": exact, "held_bytes": held}
 
 
@@ -170,8 +173,8 @@ def train(run: dict[str, Any], data: Data) -> dict[str, Any]:
         model.train()
         return value
 
-    curve, history, seconds = {}, [], 0.0
-    began = time.perf_counter()
+    curve, history, seconds, began = {}, [], 0.0, math.nan
+    warm = min(30, steps // 2)
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = group["peak"] * rate(step, steps)
@@ -181,23 +184,22 @@ def train(run: dict[str, Any], data: Data) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
         history.append(value.detach())
-        if step == min(30, steps // 2):  # all is compiled
+        if step == warm:  # all is compiled
             _wait()
-            began = time.perf_counter()
+            seconds, began = 0.0, time.perf_counter()
         if (step + 1) % max(1, steps // 10) == 0:
             _wait()
             seconds += time.perf_counter() - began
             curve[step + 1] = validate()
             _wait()
             began = time.perf_counter()
-    measured = steps - 1 - min(30, steps // 2)
     loss_curve = torch.stack(history).float()
     each = max(1, steps // 100)
     return {
         "perplexity": math.exp(curve[max(curve)]),
         "validation_loss": curve,
         "training_loss": [round(float(v), 4) for v in loss_curve.unfold(0, each, each).mean(1)],
-        "step_ms": 1e3 * seconds / measured,
+        "step_ms": 1e3 * seconds / (steps - 1 - warm),
         "peak_allocated_bytes": torch.cuda.max_memory_allocated() if DEVICE.type == "cuda" else 0,
         **bytes_,
         **environment(DEVICE),
