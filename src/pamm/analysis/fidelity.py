@@ -81,6 +81,10 @@ def record(
     }
 
 
+_LEARNING = 8
+"""Forward passes for what a method carries to learn from X."""
+
+
 @torch.no_grad()
 def gradient_errors(recorded: Recorded, config: PammConfig, draws: int) -> dict[str, Error]:
     """Relative L2 error of each layer's weight gradient, split into bias and noise.
@@ -94,6 +98,9 @@ def gradient_errors(recorded: Recorded, config: PammConfig, draws: int) -> dict[
         draws: how many, at least 2.
     """
     method, stream = compressor(config), Stream(config.seed, backend=config.backend)
+    method.prepare(recorded.x.shape[1], recorded.x.device)
+    for _ in range(_LEARNING):
+        method.advance(recorded.x)
     together = torch.cat(list(recorded.grads.values()), dim=1)
     sizes = [grad.shape[1] for grad in recorded.grads.values()]
     samples = [

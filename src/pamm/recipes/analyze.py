@@ -33,6 +33,7 @@ NEAR = (0.5, 0.7, 0.8, 0.9, 0.95)  # of Lemma 2, which is for 0 < eps < 1
 DELTA = 0.05
 ANALYSIS = "analysis.json"
 _EXACT = ("exact", "recompute")  # nothing to measure
+_RATIOS_OF = {"subspace": (1 / 8, 1 / 4)}
 _PASS = 4096  # tokens that the model sees at a time
 _LONGEST = 1024
 
@@ -112,9 +113,8 @@ def _measure(part: Recorded, draws: int) -> dict[str, list[dict[str, Any]]]:
         rows["coverage"].append(as_row(config, tokens, coverage=covered))
         for name, error in gradient_errors(part, config, draws).items():
             rows["errors"].append(as_row(config, tokens, projection=name, **error._asdict()))
-    for config in (PammConfig(method, r) for method in METHODS for r in RATIOS):
-        if config.method in _EXACT:
-            continue
+    methods = [method for method in METHODS if method not in _EXACT]
+    for config in (PammConfig(m, r) for m in methods for r in _RATIOS_OF.get(m, RATIOS)):
         held = compressor(config).state_bytes(tokens, width, torch.bfloat16) / tokens
         for name, error in gradient_errors(part, config, draws).items():
             row = as_row(config, tokens, projection=name, held_bytes_per_token=held)
