@@ -158,7 +158,8 @@ def _examine(model: nn.Module, names: list[str], inputs: list[Input], widen: boo
     if all(each.is_parameter for each in read):
         reason = "their input lies in the memory of a parameter, so nothing is kept for it"
     elif others:
-        reason = f"the same input is also kept by {', '.join(sorted(others)) or 'the model'}"
+        listed = ", ".join(name or "the model" for name in sorted(others))
+        reason = f"the same input is also kept by {listed}"
         reason += "; convert them all with widen=True" if others <= linear else ""
     source, no_source = _source(read)
     layers = {name: model.get_submodule(name) for name in members}

@@ -27,7 +27,8 @@ def group_name(layers: Iterable[str]) -> str:
         merged = merge_names([f"{parent}." for parent in parents])
         texts.append(merged.removeprefix(".") + _listed(children[parents[0]]))
     common = _common_prefix(texts)
-    return common + _listed([text.removeprefix(common) for text in texts])
+    rest = [re.sub(r"^\{([^{}]*)\}$", r"\1", text.removeprefix(common)) for text in texts]
+    return texts[0] if len(texts) == 1 else common + _listed(rest)
 
 
 def merge_names(names: list[str]) -> str:

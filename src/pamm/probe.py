@@ -63,27 +63,22 @@ def probe(model: nn.Module, example: Example | None = None) -> list[Input]:
     Raises:
         Exception: of any kind, from the model's own code or from an operation that needs values.
     """
-    twin = _without_weights(model)
-    whole = example_of(twin) if example is None else example
-    if whole is None:
-        raise PammError("this model does not say what it takes; give convert an example of it")
     with _undisturbed():
+        twin = _without_weights(model)
+        whole = example_of(twin) if example is None else example
+        if whole is None:
+            raise PammError("this model does not say what it takes; give convert an example of it")
         watch = _run(twin, "", whole)
         found, ran = watch.inputs(), watch.ran
         if example is None:
             for name, part in twin.named_modules():
-                inputs = None if _is_below(name, ran) else example_of(part)
-                if inputs is not None:
+                has_run = any(other == name or other.startswith(f"{name}.") for other in ran)
+                if not has_run and (inputs := example_of(part)) is not None:
                     with contextlib.suppress(Exception):  # then this part is not seen
                         watch = _run(part, name, inputs)
                         found += watch.inputs()
                         ran |= watch.ran
     return found
-
-
-def _is_below(name: str, ran: set[str]) -> bool:
-    """Whether the module, or something in it or around it, ran."""
-    return any(f"{name}.".startswith(f"{other}.") or other.startswith(f"{name}.") for other in ran)
 
 
 def _run(module: nn.Module, name: str, example: Example) -> "_Watch":
