@@ -81,10 +81,15 @@ def probe(model: nn.Module, example: Example | None = None) -> list[Input]:
     return found
 
 
+def _own(tensor: Tensor) -> Tensor:
+    """A copy on the CPU; what has no values stays without."""
+    return tensor.detach().to("meta" if tensor.is_meta else "cpu", copy=True)
+
+
 def _run(module: nn.Module, name: str, example: Example) -> "_Watch":
     watch = _Watch(module, name)
     example = dict(example) if isinstance(example, Mapping) else example
-    example = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), example)
+    example = tree_map_only(Tensor, _own, example)
     try:
         with _Weightless(watch), saved_tensors_hooks(watch.pack, lambda kept: kept):
             if isinstance(example, dict):
