@@ -264,3 +264,16 @@ def test_layers_inside_a_wrapper() -> None:
     assert list(leaves(model.q_proj)) == [""]
     report = pamm.convert(model, CONFIG, example=X)
     assert names(report) == ["{q_proj,v_proj,k_proj.linear}"]
+
+
+@pytest.mark.parametrize("example", [None, X], ids=["by names", "probed"])
+def test_layers_that_modules_share_are_in_one_group(example: Tensor | None) -> None:
+    model = Model()
+    first, second = (layer.attention for layer in model.layers)
+    second.k_proj, second.v_proj = first.k_proj, first.v_proj
+    report = pamm.convert(model, CONFIG, example=example)
+    assert (
+        sum(len(group.out_features) for group in report.converted) == len(pamm_layers(model)) == 4
+    )
+    model(X).sum().backward()
+    assert pamm.revert(model) == 4

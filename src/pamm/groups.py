@@ -95,17 +95,17 @@ class Found:
 
 
 def candidates(model: nn.Module, targets: Iterable[str]) -> Iterator[dict[str, nn.Module]]:
-    """Everything in ``model`` that is named like a group, convertible or not."""
-    for prefix, module in model.named_modules():
+    """Everything in ``model`` that is named like a group, convertible or not.
+
+    A layer that several modules share has the name of the first.
+    """
+    name_of = {id(module): name for name, module in model.named_modules()}
+    for module in model.modules():
         children = dict(module.named_children())
-        dot = f"{prefix}." if prefix else ""
         for names in (names for target in targets for names in TARGETS[target]):
             if all(name in children for name in names):
-                yield {
-                    f"{dot}{name}{below and '.'}{below}": leaf
-                    for name in names
-                    for below, leaf in leaves(children.pop(name)).items()
-                }
+                found = [leaf for name in names for leaf in leaves(children.pop(name)).values()]
+                yield {name_of[id(leaf)]: leaf for leaf in found}
 
 
 def find(
@@ -120,13 +120,16 @@ def find(
         widen: take in other linear layers that read the same tensor.
     """
     found: list[Found] = []
+    taken: set[str] = set()
     seen: dict[str, nn.Module] = {}
+    read = {name for each in inputs or () for name in each.readers}
     for layers in candidates(model, targets):
-        read = {name for each in inputs or () for name in each.readers}
+        layers = {name: layer for name, layer in layers.items() if name not in taken}
         is_seen = read & layers.keys() and all(is_linear(m) or is_pamm(m) for m in layers.values())
         if is_seen:  # those of them that ran; the others keep nothing
             seen |= {name: layer for name, layer in layers.items() if name in read}
-        else:
+        elif layers:
+            taken |= layers.keys()
             found.append(Found(layers, frozenset(layers)))
     merged = [_examine(model, names, inputs or [], widen) for names in _merge(seen, inputs or [])]
     order = {name: place for place, (name, _) in enumerate(model.named_modules())}

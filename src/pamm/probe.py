@@ -72,8 +72,9 @@ def probe(model: nn.Module, example: Example | None = None) -> list[Input]:
         found, ran = watch.inputs(), watch.ran
         if example is None:
             for name, part in twin.named_modules():
-                has_run = any(other == name or other.startswith(f"{name}.") for other in ran)
-                if not has_run and (inputs := example_of(part)) is not None:
+                inputs = example_of(part)
+                below = f"{name}."
+                if inputs and not any(f"{other}.".startswith(below) for other in ran):
                     with contextlib.suppress(Exception):  # then this part is not seen
                         watch = _run(part, name, inputs)
                         found += watch.inputs()
