@@ -13,10 +13,12 @@ from transformers import (
     LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    TrainerState,
 )
 
 import pamm
 from pamm.config import PammConfig
+from pamm.integrations.transformers import PammCallback
 from pamm.recompute import Recomputing
 from tests.helpers import pamm_layers
 
@@ -116,3 +118,13 @@ def test_two_towers_with_settings_of_their_own() -> None:
         # The vision tower is not run by ids alone; it is run by itself.
         assert [group.confirmed for group in report.converted] == [True, True]
     assert all("vision_tower" in group.name for group in vision.converted)
+
+
+def test_the_callback_takes_recomputing_as_well() -> None:
+    model, callback = gpt2(), PammCallback(PammConfig("recompute"))
+    state = TrainerState()
+    for _ in range(2):  # the second time it is converted already
+        callback.on_init_end(None, state, None, model=model)  # type: ignore[arg-type]
+        callback.on_step_begin(None, state, None, model=model)  # type: ignore[arg-type]
+    assert callback.report is not None
+    assert len(callback.report.converted) == 2
