@@ -1,6 +1,6 @@
 """Pictures of benchmarks/quality.py's results: perplexity against rate, bytes held and time.
 
-    python benchmarks/quality_plot.py benchmarks/results/h200/quality.jsonl docs
+python benchmarks/quality_plot.py benchmarks/results/h200/quality.jsonl docs
 """
 
 import json

@@ -48,6 +48,8 @@ def main() -> None:
             step += 1
             pamm.seek(model, step)  # a run resumed at this step draws what this one draws
             accelerator.print(f"step {step}: loss {loss.item():.3f}")
+    # Gradients first: gloo's threads must not meet an interpreter that is closing.
+    accelerator.wait_for_everyone()
     accelerator.end_training()
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import pamm
-from pamm.nn import PammLinear
+from pamm.nn import Pamm, is_pamm
 from pamm.sharing import Group
 
 NAMES = ("q_proj", "k_proj", "v_proj")
@@ -71,8 +71,8 @@ def exact_config() -> pamm.PammConfig:
     return pamm.PammConfig(ratio=1.0)
 
 
-def pamm_layers(model: nn.Module) -> list[PammLinear]:
-    return [module for module in model.modules() if isinstance(module, PammLinear)]
+def pamm_layers(model: nn.Module) -> list[Pamm]:
+    return [module for module in model.modules() if is_pamm(module)]
 
 
 @contextmanager

@@ -7,8 +7,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import pamm
+from pamm.analysis.memory import group_layers
+from pamm.analysis.memory import saved_bytes as saved_bytes_of
 from pamm.recompute import Recomputation, attach, detach
-from tests.helpers import NAMES, Model, saved_bytes, saved_tensors, tensor_with_finaliser
+from tests.helpers import (
+    NAMES,
+    Block,
+    Model,
+    pamm_layers,
+    saved_bytes,
+    saved_tensors,
+    tensor_with_finaliser,
+)
 
 
 def attached(model: Model, mlp: bool = False) -> Model:
@@ -177,3 +188,69 @@ def test_frozen_readers_leave_the_norms_gradient_exact() -> None:
     for net in (model, twin):
         net(x).square().sum().backward()
     assert torch.equal(model.layers[0].norm.weight.grad, twin.layers[0].norm.weight.grad)
+
+
+class TestThroughConvert:
+    """The probe tells which module makes X."""
+
+    CONFIG = pamm.PammConfig("recompute")
+    X = torch.randn(2, 20, 16)
+
+    def test_everything_is_exact_and_nothing_held(self) -> None:
+        model = Model(dropout=0.3)
+        twin = copy.deepcopy(model)
+        report = pamm.convert(twin, self.CONFIG, example=self.X)
+        assert [group.held_bytes(40) for group in report.converted] == [0, 0]
+        assert "2 groups converted (recompute)" in str(report)
+        exact, ours = outcome(model, self.X), outcome(twin, self.X)
+        assert all(torch.equal(exact[name], ours[name]) for name in exact)
+
+    def test_what_groups_hold_is_what_the_report_says(self) -> None:
+        model = Model()
+        report = pamm.convert(model, self.CONFIG, example=self.X)
+        layers = group_layers(model)
+        assert list(layers) == [group.name for group in report.converted]
+        assert set(saved_bytes_of(model, layers, lambda: model(self.X)).values()) == {0}
+
+    def test_it_is_taken_back(self) -> None:
+        model = Model()
+        plain, names = repr(model), list(model.state_dict())
+        pamm.convert(model, self.CONFIG, example=self.X)
+        assert "group=layers.0.attention.{q_proj,k_proj,v_proj}" in repr(model)
+        assert list(model.state_dict()) == names
+        with pytest.raises(pamm.NothingToConvertError, match="already converted"):
+            pamm.convert(model, self.CONFIG, example=self.X)
+        pamm.seek(model, 3)  # nothing to draw, and no error
+        assert pamm.revert(model) == 6
+        assert repr(model) == plain
+
+    def test_beside_pamm_on_other_layers(self) -> None:
+        model = Model()
+        pamm.convert(model, include="layers.0.*", example=self.X)
+        pamm.convert(model, self.CONFIG, include="layers.1.*", example=self.X)
+        assert len(pamm_layers(model)) == 3
+        assert pamm.revert(model) == 6
+
+    @pytest.mark.parametrize(
+        ("maker", "reason"),
+        [
+            (nn.Dropout(0.1), "norm, which makes X, draws random numbers"),
+            (nn.Linear(16, 16), "norm, which makes X, multiplies matrices"),
+            (nn.Identity(), "X is no module's output"),
+        ],
+        ids=lambda value: type(value).__name__,
+    )
+    def test_what_is_not_cheap_or_random_is_refused(self, maker: nn.Module, reason: str) -> None:
+        block = Block()
+        block.norm = maker
+        with pytest.raises(pamm.NothingToConvertError, match=f"{reason}.* in backward"):
+            pamm.convert(block, self.CONFIG, example=self.X)
+
+    def test_without_a_probe_it_is_refused(self) -> None:
+        with pytest.raises(pamm.NothingToConvertError, match="give convert an example"):
+            pamm.convert(Model(), self.CONFIG)
+
+    def test_is_no_method_of_the_functional_layer(self) -> None:
+        weight = torch.randn(4, 16, requires_grad=True)
+        with pytest.raises(pamm.PammError, match=r"use pamm\.convert"):
+            pamm.linear(self.X, weight, config=self.CONFIG, stream=pamm.Stream())

@@ -96,18 +96,19 @@ class Found:
 
 
 def candidates(model: nn.Module, targets: Iterable[str]) -> Iterator[dict[str, nn.Module]]:
-    """Everything in ``model`` that is named like a group, convertible or not."""
-    for prefix, module in model.named_modules():
+    """Everything in ``model`` that is named like a group, convertible or not.
+
+    A layer that several modules share has the name of the first.
+    """
+    name_of = {id(module): name for name, module in model.named_modules()}
+    for module in model.modules():
         children = dict(module.named_children())
-        dot = f"{prefix}." if prefix else ""
         for names in (names for target in targets for names in TARGETS[target]):
             if all(name in children for name in names):
-                for layers in keeping({f"{dot}{name}": children.pop(name) for name in names}):
-                    yield {
-                        f"{name}{below and '.'}{below}": leaf
-                        for name, layer in layers.items()
-                        for below, leaf in leaves(layer).items()
-                    }
+                named = {name_of[id(children[name])]: children.pop(name) for name in names}
+                for layers in keeping(named):
+                    found = [leaf for layer in layers.values() for leaf in leaves(layer).values()]
+                    yield {name_of[id(leaf)]: leaf for leaf in found}
 
 
 def find(
@@ -122,13 +123,16 @@ def find(
         widen: take in other linear layers that read the same tensor.
     """
     found: list[Found] = []
+    taken: set[str] = set()
     seen: dict[str, nn.Module] = {}
+    read = {name for each in inputs or () for name in each.readers}
     for layers in candidates(model, targets):
-        read = {name for each in inputs or () for name in each.readers}
+        layers = {name: layer for name, layer in layers.items() if name not in taken}
         is_seen = read & layers.keys() and all(is_linear(m) or is_pamm(m) for m in layers.values())
         if is_seen:  # those of them that ran; the others keep nothing
             seen |= {name: layer for name, layer in layers.items() if name in read}
-        else:
+        elif layers:
+            taken |= layers.keys()
             found.append(Found(layers, frozenset(layers)))
     merged = [_examine(model, names, inputs or [], widen) for names in _merge(seen, inputs or [])]
     order = {name: place for place, (name, _) in enumerate(model.named_modules())}
@@ -164,7 +168,8 @@ def _examine(model: nn.Module, names: list[str], inputs: list[Input], widen: boo
     if all(each.is_parameter for each in read):
         reason = "their input lies in the memory of a parameter, so nothing is kept for it"
     elif others:
-        reason = f"the same input is also kept by {', '.join(sorted(others)) or 'the model'}"
+        listed = ", ".join(name or "the model" for name in sorted(others))
+        reason = f"the same input is also kept by {listed}"
         reason += "; convert them all with widen=True" if others <= linear else ""
     source, no_source = _source(read)
     layers = {name: model.get_submodule(name) for name in members}

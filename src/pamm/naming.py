@@ -29,9 +29,12 @@ def group_name(layers: Iterable[str]) -> str:
         merged = merge_names([f"{parent}." for parent in parents])
         texts.append(merged.removeprefix(".") + _listed(children[parents[0]]))
     common = _common_prefix(texts)
-    texts = [text.removeprefix(common) for text in texts]
-    ending = _common_ending(texts)
-    return common + _listed([text.removesuffix(ending) for text in texts]) + ending
+    if len(texts) == 1:
+        return texts[0]
+    rest = [text.removeprefix(common) for text in texts]
+    ending = _common_ending(rest)
+    rest = [re.sub(r"^\{([^{}]*)\}$", r"\1", text.removesuffix(ending)) for text in rest]
+    return common + _listed(rest) + ending
 
 
 def merge_names(names: list[str]) -> str:

@@ -64,17 +64,18 @@ def probe(model: nn.Module, example: Example | None = None) -> list[Input]:
     Raises:
         Exception: of any kind, from the model's own code or from an operation that needs values.
     """
-    twin = _without_weights(model)
-    whole = example_of(twin) if example is None else example
-    if whole is None:
-        raise PammError("this model does not say what it takes; give convert an example of it")
     with _undisturbed():
+        twin = _without_weights(model)
+        whole = example_of(twin) if example is None else example
+        if whole is None:
+            raise PammError("this model does not say what it takes; give convert an example of it")
         watch = _run(twin, "", whole)
         found, ran = watch.inputs(), watch.ran
         if example is None:
             for name, part in twin.named_modules():
-                inputs = None if _is_below(name, ran) else example_of(part)
-                if inputs is not None:
+                inputs = example_of(part)
+                below = f"{name}."
+                if inputs and not any(f"{other}.".startswith(below) for other in ran):
                     with contextlib.suppress(Exception):  # then this part is not seen
                         watch = _run(part, name, inputs)
                         found += watch.inputs()
@@ -82,15 +83,15 @@ def probe(model: nn.Module, example: Example | None = None) -> list[Input]:
     return found
 
 
-def _is_below(name: str, ran: set[str]) -> bool:
-    """Whether the module, or something in it or around it, ran."""
-    return any(f"{name}.".startswith(f"{other}.") or other.startswith(f"{name}.") for other in ran)
+def _own(tensor: Tensor) -> Tensor:
+    """A copy on the CPU; what has no values stays without."""
+    return tensor.detach().to("meta" if tensor.is_meta else "cpu", copy=True)
 
 
 def _run(module: nn.Module, name: str, example: Example) -> "_Watch":
     watch = _Watch(module, name)
     example = dict(example) if isinstance(example, Mapping) else example
-    example = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), example)
+    example = tree_map_only(Tensor, _own, example)
     try:
         with _Weightless(watch), saved_tensors_hooks(watch.pack, lambda kept: kept):
             if isinstance(example, dict):

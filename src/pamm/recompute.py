@@ -167,6 +167,12 @@ class Recomputing(Swapped):
         with saved_tensors_hooks(pack, unpack):
             return plain(x)
 
+    def extra_repr(self) -> str:
+        """Shapes, and which group it is in: printing the model shows what was converted."""
+        return ", ".join(filter(None, (super().extra_repr(), f"group={self.pamm_group_name}")))
+
+    __repr__ = nn.Module.__repr__
+
 
 def attach(source: nn.Module, readers: Iterable[nn.Module], name: str = "") -> None:
     """Let ``readers``, the group ``name``, take their input from ``source`` again, in place."""

@@ -41,8 +41,8 @@ def convert(
 
     A group is converted as a whole or not at all: X is freed only when everything that keeps it
     lets go of it. Groups are found by names and confirmed by one forward pass of a copy without
-    weights (``pamm.probe``), which takes about a second for a large model. Call it again for other
-    layers with other settings: a vision tower, or gate and up of the MLP.
+    weights (``pamm.probe``). Call it again for other layers with other settings: a vision tower, or
+    gate and up of the MLP.
 
     Args:
         model: any module. Its Parameters, state_dict keys, hooks and optimizers are not touched.

@@ -151,6 +151,23 @@ def test_a_partly_frozen_group_still_draws_anew() -> None:
     assert not torch.equal(*seen)
 
 
+def test_recomputing_compiles_and_is_exact() -> None:
+    torch.manual_seed(0)
+    exact = Model().to(DEVICE)
+    target = copy.deepcopy(exact)
+    x = torch.randn(2, 20, 16, device=DEVICE)
+    pamm.convert(target, pamm.PammConfig("recompute"), example=x)
+    compiled = torch.compile(target, fullgraph=True)
+    for number in range(2):
+        torch.manual_seed(number)
+        x = torch.randn(2, 20, 16, device=DEVICE)
+        for model, own in ((exact, exact), (compiled, target)):
+            own.zero_grad()
+            model(x).square().sum().backward()
+        for one, other in zip(exact.parameters(), target.parameters(), strict=True):
+            assert torch.allclose(one.grad, other.grad, atol=1e-4)
+
+
 def test_the_functional_layer_compiles() -> None:
     stream = pamm.Stream()
     weight = torch.randn(8, 16, device=DEVICE, requires_grad=True)

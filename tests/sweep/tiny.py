@@ -85,13 +85,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "convnext": {"image_size": 64},
     "convnextv2": {"image_size": 64},
     "mobilevitv2": {"image_size": 64},
-    "efficientnet": {"hidden_dim": 2560},
     "xlstm": {"num_heads": 4, "qk_dim_factor": 1.0, "v_dim_factor": 1.0},
-    "textnet": {
-        "conv_layer_kernel_sizes": [[[3, 3]]] * 4,
-        "hidden_sizes": [64] * 5,
-        "conv_layer_strides": [[1]] * 4,
-    },
     "bamba": {"attn_layer_indices": [1]},
     "layoutlmv3": {"coordinate_size": 12, "shape_size": 8},
     "lilt": {"hidden_size": 96},
