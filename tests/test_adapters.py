@@ -251,7 +251,7 @@ class TestAdapters:
         model, plain = lora(**settings), lora(**settings)
         report = pamm.convert(model, CONFIG)
         assert len(report.converted) == BLOCKS
-        assert (len(pamm_layers(model)), len(adapters(model))) == (BLOCKS, 2 * BLOCKS)
+        assert (len(pamm_layers(model)), len(adapters(model))) == (3 * BLOCKS, 2 * BLOCKS)
         with counted_compressions(groups(model)) as shapes:
             (logits, _), (expected, _) = step(model), step(plain)
         assert len(shapes) == BLOCKS
@@ -272,7 +272,7 @@ class TestAdapters:
             parameter.requires_grad_("base_layer" in name or "lora_" in name)
         report = pamm.convert(model, CONFIG)
         assert len(report.converted) == BLOCKS
-        assert len(pamm_layers(model)) == len(adapters(model)) == 3 * BLOCKS
+        assert (len(pamm_layers(model)), len(adapters(model))) == (6 * BLOCKS, 3 * BLOCKS)
         names = group_layers(model)
         assert held(model, names) == report.held_bytes(TOKENS)
 
