@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +33,14 @@ def check_refused(result: Result, *parts: str) -> None:
         assert part in message
 
 
-def test_help_is_quick_and_names_the_commands() -> None:
+def test_help_loads_no_framework_and_names_the_commands() -> None:
     code = (
         "import sys; sys.argv = ['pamm', '--help']\n"
         "from pamm.cli import main\n"
         "try: main()\n"
         "finally: assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     )
-    begin = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert time.monotonic() - begin < 1.5
     assert done.returncode == 0, done.stderr
     assert "demo" in done.stdout
     assert "pretrain" in done.stdout

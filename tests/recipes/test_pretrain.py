@@ -46,7 +46,7 @@ def wait_for_steps(path: Path, steps: int) -> None:
 
 
 def test_interrupt_resume_finish_and_ask_again(tmp_path: Path) -> None:
-    made = config(tmp_path, steps=40, save_every=10, eval_every=20)
+    made = config(tmp_path, steps=120, save_every=40, eval_every=60)
     (tmp_path / "run.yaml").write_text(made.to_yaml())
     folder = tmp_path / "runs" / "tiny"
 
@@ -72,7 +72,7 @@ def test_interrupt_resume_finish_and_ask_again(tmp_path: Path) -> None:
     straight_folder = tmp_path / "straight/exact"
     assert train_arm(made, made.arms[0], straight_folder, tokens, quiet(), Stop())
     straight, resumed = (
-        load_file(base / "exact/checkpoint-40/model.safetensors")
+        load_file(base / "exact/checkpoint-120/model.safetensors")
         for base in (tmp_path / "straight", folder)
     )
     assert all(torch.equal(value, straight[name]) for name, value in resumed.items())
@@ -83,7 +83,7 @@ def test_interrupt_resume_finish_and_ask_again(tmp_path: Path) -> None:
     for cell in (cell for row in rows(read_results(made, folder)) for cell in row):
         assert cell in page
     for arm in ("exact", "pamm-1-16"):
-        assert read_json(folder / arm / "result.json")["steps"] == 40
+        assert read_json(folder / arm / "result.json")["steps"] == 120
         assert any((folder / arm / "tensorboard").iterdir())
     assert PretrainConfig.load(folder / "config.yaml") == made
 
