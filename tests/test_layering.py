@@ -25,7 +25,7 @@ LAYERS = (
     {"autograd", "functional"},
     {"sharing", "nn", "recompute"},
     {"adapters", "groups", "probe"},
-    {"report", "bypass", "surgery", "optim", "fidelity"},
+    {"report", "bypass", "surgery", "optim", "fidelity", "padding"},
     {"integrations"},
     {"analysis"},
     {"recipes"},

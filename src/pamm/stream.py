@@ -44,6 +44,8 @@ class Stream:
         # The position, and two words of a key.
         self._state = torch.tensor([0, *key], device=None if _is_meta(device) else device)
         self._backend = backend
+        # Which rows are no padding (pamm.padding); None where that is not known.
+        self.valid: Tensor | None = None
 
     @property
     def position(self) -> int:
@@ -56,12 +58,29 @@ class Stream:
         if torch.compiler.is_compiling():  # the compiler writes the addition into the graph
             self._state[0].add_(1)
             return self.draw_again(tokens, k, device)
-        return ops.draw_next(self._state, _rank(), tokens, k, self._backend)
+        count = self._count(tokens, k)
+        return self._first(ops.draw_next(self._state, _rank(), tokens, count, self._backend), k)
 
     def draw_again(self, tokens: int, k: int, device: torch.device) -> Int64[Tensor, " k"]:
         """The rows that the last ``draw`` gave."""
         self.move(device)
-        return ops.draw(self._state, _rank(), tokens, k, self._backend)
+        count = self._count(tokens, k)
+        return self._first(ops.draw(self._state, _rank(), tokens, count, self._backend), k)
+
+    def _count(self, tokens: int, k: int) -> int:
+        """How many rows to draw: all of them where only some may be taken."""
+        return k if self.valid is None or len(self.valid) != tokens else tokens
+
+    def _first(self, rows: Tensor, k: int) -> Tensor:
+        """The first k of ``rows`` that are no padding; padding only where there are fewer.
+
+        A draw is the beginning of a permutation, so these are uniform too, and the same rows as
+        ever where nothing is padding. A stable sort and no mask: k is known without the device.
+        """
+        if len(rows) == k or self.valid is None:
+            return rows
+        is_padding = ~self.valid.to(rows.device)[rows]
+        return rows[is_padding.to(torch.uint8).argsort(stable=True)[:k]]
 
     def seek(self, step: int) -> None:
         """Go to the first draw of training step ``step``; each step has room for 2^32 draws."""

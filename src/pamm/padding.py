@@ -1,0 +1,61 @@
+"""Rows of padding stand for nothing, so none of them should be kept as a generator."""
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from pamm.errors import PammError
+from pamm.nn import groups
+
+
+def skip_padding(model: nn.Module, argument: str = "attention_mask") -> RemovableHandle:
+    """Draw generators among the tokens that are no padding, in every forward pass from now on.
+
+    The gradient of a padded row is zero where the loss does not read it, so a generator that is
+    one is lost; with k = 1 it can be the only one. k stays what the ratio says of all rows.
+    Where a group has other rows than the mask (a vision tower), it draws as before.
+    For eager models: the mask lies outside a compiled graph.
+
+    Args:
+        model: converted; call this after ``convert``.
+        argument: of the model's forward, given by name: (batch, tokens), 0 at padding. Passes
+            without it, or with a mask of another rank, draw from all rows.
+
+    Returns:
+        A handle; its ``remove()`` ends this. Call it between two steps.
+
+    Raises:
+        PammError: if the model is not converted.
+
+    Example:
+        >>> import pamm
+        >>> model = nn.ModuleDict({name: nn.Linear(8, 8) for name in ("query", "key", "value")})
+        >>> report = pamm.convert(model)
+        >>> skip_padding(model).remove()
+    """
+    streams = [group.stream for group in groups(model)]
+    if not streams:
+        raise PammError("this model has no PAMM layers; call pamm.convert(model) first.")
+
+    def remember(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        mask = kwargs.get(argument)
+        known = isinstance(mask, Tensor) and mask.ndim == 2
+        rows = mask.reshape(-1).bool() if known else None  # type: ignore[union-attr]
+        # It stays until the next pass, for blocks that are computed again in backward.
+        for stream in streams:
+            stream.valid = rows
+
+    return _Handle(model.register_forward_pre_hook(remember, with_kwargs=True), streams)
+
+
+class _Handle(RemovableHandle):
+    """Removes the hook, and the mask that it left."""
+
+    def __init__(self, inner: RemovableHandle, streams: list[Any]) -> None:
+        self._inner, self._streams = inner, streams
+
+    def remove(self) -> None:
+        self._inner.remove()
+        for stream in self._streams:
+            stream.valid = None
