@@ -9,6 +9,7 @@ from typer.core import TyperGroup
 
 from pamm.bench import cli as bench
 from pamm.errors import ArmFailedError, PammError
+from pamm.recipes import finetune
 from pamm.recipes.console import show_error
 
 
@@ -40,6 +41,7 @@ app = typer.Typer(
 )
 
 app.add_typer(bench.app, name="bench", cls=_Group)
+app.add_typer(finetune.app, name="finetune", cls=_Group)
 
 Output = Annotated[Path, typer.Option(help="Folder of all runs.", metavar="FOLDER")]
 

@@ -1,15 +1,15 @@
 """Rows of padding stand for nothing, so none of them should be kept as a generator."""
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from pamm.errors import PammError
 from pamm.nn import groups
 
 
-def skip_padding(model: nn.Module, argument: str = "attention_mask") -> RemovableHandle:
+def skip_padding(model: nn.Module, argument: str = "attention_mask") -> Callable[[], None]:
     """Draw generators among the tokens that are no padding, in every forward pass from now on.
 
     The gradient of a padded row is zero where the loss does not read it, so a generator that is
@@ -23,7 +23,7 @@ def skip_padding(model: nn.Module, argument: str = "attention_mask") -> Removabl
             without it, or with a mask of another rank, draw from all rows.
 
     Returns:
-        A handle; its ``remove()`` ends this. Call it between two steps.
+        A function that ends this; call it between two steps.
 
     Raises:
         PammError: if the model is not converted.
@@ -32,7 +32,8 @@ def skip_padding(model: nn.Module, argument: str = "attention_mask") -> Removabl
         >>> import pamm
         >>> model = nn.ModuleDict({name: nn.Linear(8, 8) for name in ("query", "key", "value")})
         >>> report = pamm.convert(model)
-        >>> skip_padding(model).remove()
+        >>> stop = skip_padding(model)
+        >>> stop()
     """
     streams = [group.stream for group in groups(model)]
     if not streams:
@@ -46,16 +47,11 @@ def skip_padding(model: nn.Module, argument: str = "attention_mask") -> Removabl
         for stream in streams:
             stream.valid = rows
 
-    return _Handle(model.register_forward_pre_hook(remember, with_kwargs=True), streams)
+    handle = model.register_forward_pre_hook(remember, with_kwargs=True)
 
-
-class _Handle(RemovableHandle):
-    """Removes the hook, and the mask that it left."""
-
-    def __init__(self, inner: RemovableHandle, streams: list[Any]) -> None:
-        self._inner, self._streams = inner, streams
-
-    def remove(self) -> None:
-        self._inner.remove()
-        for stream in self._streams:
+    def stop() -> None:
+        handle.remove()
+        for stream in streams:
             stream.valid = None
+
+    return stop

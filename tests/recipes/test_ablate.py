@@ -108,13 +108,13 @@ def test_a_run_that_fails_is_told_and_tried_again(
 ) -> None:
     made, tries = study(tmp_path, lrs=[1e-2], seeds=[0]), []
 
-    def fail(folder: Path, devices: list[str | None]) -> None:
+    def fail(module: str, folder: Path, wanted: int | None) -> None:
         for run in made.to_do(folder):
             run.folder.mkdir(parents=True, exist_ok=True)
             (run.folder / FAILED).write_text("Traceback\nRuntimeError: out of memory\n")
             tries.append(run.cell)
 
-    monkeypatch.setattr(module, "_work", fail)
+    monkeypatch.setattr(module, "work", fail)
     for count in (1, 2):
         with pytest.raises(ArmFailedError, match=r"2 trainings failed.*: out of memory"):
             ablate(made, tmp_path / "studies", quiet())
@@ -124,7 +124,7 @@ def test_a_run_that_fails_is_told_and_tried_again(
 def test_runs_of_another_configuration_are_refused_and_more_cells_are_welcome(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_work", lambda folder, devices: None)
+    monkeypatch.setattr(module, "work", lambda *given: None)
     first = study(tmp_path, lrs=[1e-2])
     ablate(first, tmp_path / "studies", quiet())
     run = first.final(tmp_path / "studies/tiny", "exact")[0]

@@ -58,7 +58,7 @@ def ablate(
     todo = study.to_do(folder)
     console.print(f"{study.name}: {len(study.cells)} cells, {len(todo)} trainings can begin")
     if todo:
-        _work(folder, _devices(workers))
+        work("pamm.recipes.worker", folder, workers)
     rows = study.summary(folder)
     write_json(folder / RESULTS, rows)
     console.print(table(rows))
@@ -137,11 +137,13 @@ def _devices(workers: int | None) -> list[str | None]:
     return [gpus[number % len(gpus)] if gpus else None for number in range(wanted)]
 
 
-def _work(folder: Path, devices: list[str | None]) -> None:
+def work(module: str, folder: Path, wanted: int | None) -> None:
+    """Start workers, ``python -m MODULE FOLDER``, one for each GPU by default; wait for them."""
+    devices = _devices(wanted)
     environment = {**os.environ, "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive")}
     workers = [
         subprocess.Popen(
-            [sys.executable, "-m", "pamm.recipes.worker", str(folder)],
+            [sys.executable, "-m", module, str(folder)],
             env=environment | ({} if device is None else {"CUDA_VISIBLE_DEVICES": device}),
             process_group=0,  # Ctrl-C reaches this process alone, and is passed on once
         )

@@ -50,6 +50,11 @@ class Run:
         return any((self.folder / name).exists() for name in (RESULT, FAILED))
 
     @property
+    def note(self) -> str:
+        """What a finished one came to, for people."""
+        return f"perplexity {self.result.perplexity}" if self.result else ""
+
+    @property
     def loss(self) -> float:
         """At the end; infinite if the run failed or its loss is not finite."""
         result = self.result

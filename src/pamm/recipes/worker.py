@@ -9,7 +9,9 @@ import shutil
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 from rich.console import Console
 
@@ -23,46 +25,93 @@ from pamm.recipes.study import FAILED, Run, Study
 _PAUSE_S = 2.0  # between looks at what the others do
 
 
+class Job(Protocol):
+    """A training that a worker can take; ``study.Run`` is one."""
+
+    @property
+    def folder(self) -> Path: ...
+    @property
+    def title(self) -> str: ...
+    @property
+    def is_over(self) -> bool: ...
+    @property
+    def note(self) -> str: ...
+
+
+J = TypeVar("J", bound=Job)
+
+
 def main(folder: Path) -> int:
     """Work; returns the exit code."""
     stop = Stop()
     stop.listen()
     try:
         study = Study.load(folder / STUDY)
-        while not stop.asked:
-            todo = study.to_do(folder)
-            if not todo:
-                return 0
-            if not any(_take(run, study, folder, stop) for run in todo):
-                time.sleep(_PAUSE_S)
+        return work_off(
+            lambda: study.to_do(folder),
+            begin=_begin,
+            train=lambda run: _train(run, folder, stop),
+            stop=stop,
+            keep_checkpoints=study.keep_checkpoints,
+        )
     except PammError as error:
         show_error(error)
         return 2
+
+
+def work_off(
+    to_do: Callable[[], list[J]],
+    begin: Callable[[J], None],
+    train: Callable[[J], bool],
+    stop: Stop,
+    keep_checkpoints: bool = False,
+) -> int:
+    """Take one job after the other until none is left; returns the exit code.
+
+    Args:
+        to_do: what can be trained now, by anybody.
+        begin: writes down what the job is, or refuses it.
+        train: does it; False if ``stop`` was asked before it was finished.
+        stop: asked for by a signal.
+        keep_checkpoints: whether those of a finished job stay.
+    """
+    while not stop.asked:
+        todo = to_do()
+        if not todo:
+            return 0
+        if not any(_take(job, begin, train, keep_checkpoints) for job in todo):
+            time.sleep(_PAUSE_S)
     return 130
 
 
-def _take(run: Run, study: Study, folder: Path, stop: Stop) -> bool:
-    """Train the run unless another worker does; returns whether it was ours."""
-    run.folder.mkdir(parents=True, exist_ok=True)
-    with lock(run.folder / ".lock") as is_ours:
-        if not is_ours or run.is_over:
+def _take(
+    job: J, begin: Callable[[J], None], train: Callable[[J], bool], keep_checkpoints: bool
+) -> bool:
+    """Do the job unless another worker does; returns whether it was ours."""
+    job.folder.mkdir(parents=True, exist_ok=True)
+    with lock(job.folder / ".lock") as is_ours:
+        if not is_ours or job.is_over:
             return False
-        check_run(run)
-        write_text(run.folder / RUN, run.config.to_yaml())
+        begin(job)
         start = time.monotonic()
         try:
-            if not _train(run, folder, stop):
+            if not train(job):
                 return True
-            note = f"perplexity {run.result.perplexity}" if run.result else ""
+            note = job.note
         except Exception as error:  # one that fails, out of memory say, does not stop the others
-            write_text(run.folder / FAILED, traceback.format_exc())
+            write_text(job.folder / FAILED, traceback.format_exc())
             note = f"failed: {' '.join(str(error).split())}"
-        if not study.keep_checkpoints:
-            for checkpoint in run.folder.glob("checkpoint-*"):
+        if not keep_checkpoints:
+            for checkpoint in job.folder.glob("checkpoint-*"):
                 shutil.rmtree(checkpoint)
-        line = f"{run.title}: {note} ({time.monotonic() - start:,.0f} s)"
+        line = f"{job.title}: {note} ({time.monotonic() - start:,.0f} s)"
         Console().print(line, markup=False, highlight=False, soft_wrap=True)
     return True
+
+
+def _begin(run: Run) -> None:
+    check_run(run)
+    write_text(run.folder / RUN, run.config.to_yaml())
 
 
 def _train(run: Run, folder: Path, stop: Stop) -> bool:

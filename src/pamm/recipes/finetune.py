@@ -1,0 +1,63 @@
+"""``pamm finetune``: the paper's fine-tunings, from the command line. Slow imports are inside."""
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+app = typer.Typer(no_args_is_help=True, help="Fine-tune a model with and without PAMM.")
+
+
+@app.callback()
+def _group() -> None:
+    """Fine-tune a model with and without PAMM."""
+
+
+@app.command()
+def glue(
+    config: Annotated[
+        str, typer.Option(help="YAML or JSON file, or the paper's.", metavar="FILE")
+    ] = "paper-glue",
+    model: Annotated[
+        str | None, typer.Option(help="Name on the hub or folder of an encoder.", metavar="MODEL")
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(help="hub, or a folder with TASK/train.tsv.", metavar="FOLDER")
+    ] = None,
+    task: Annotated[
+        list[str] | None, typer.Option(help="Only this one; may be given several times.")
+    ] = None,
+    output: Annotated[Path, typer.Option(help="Folder of all runs.", metavar="FOLDER")] = Path(
+        "runs"
+    ),
+    workers: Annotated[
+        int | None,
+        typer.Option(help="Trainings at a time; one on each GPU by default.", min=1),
+    ] = None,
+) -> None:
+    """Full fine-tuning against PAMM on the tasks of GLUE, tuned alike, with several seeds.
+
+    Without --config it is the paper's: RoBERTa-base, all tasks. Ctrl-C stops it with checkpoints;
+    the same command goes on. A file of your own:
+
+    \b
+    name: first
+    model: my-encoder                # a folder or a name on the hub
+    data: my-glue                    # or: hub
+    tasks: [mrpc, cola]
+    arms:
+      exact: {method: exact}
+      pamm-1/128: {method: pamm, ratio: 1/128}
+    factor_task: mrpc                # on which the factor of q, k and v is chosen
+    epochs: 3
+    seeds: [0, 1, 2]
+    """
+    from pamm.recipes.finetune_settings import GlueConfig
+    from pamm.recipes.glue import finetune_glue
+
+    given: dict[str, Any] = {"model": model, "data": data, "tasks": tuple(task or ()) or None}
+    chosen = {key: value for key, value in given.items() if value is not None}
+    made = dataclasses.replace(GlueConfig.load(config), **chosen)
+    finetune_glue(made, output, Console(), workers)

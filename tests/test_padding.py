@@ -1,0 +1,95 @@
+"""Generators are drawn among tokens that are no padding."""
+
+import pytest
+import torch
+from torch import nn
+
+import pamm
+from pamm.errors import PammError
+from pamm.nn import groups
+from pamm.padding import skip_padding
+from pamm.stream import Stream
+
+CPU = torch.device("cpu")
+
+
+class Block(nn.Module):
+    """q, k and v of one X; its loss reads no row of padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(8, 8, bias=False) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+        out = self.query(x) + self.key(x) + self.value(x)
+        return out if attention_mask is None else out * attention_mask[..., None]
+
+
+def test_no_row_of_padding_is_drawn_and_the_others_alike() -> None:
+    stream = Stream(seed=3)
+    stream.valid = torch.arange(40) % 4 == 0  # 10 rows
+    counts = torch.zeros(40)
+    for _ in range(2000):
+        rows = stream.draw(40, 3, CPU)
+        assert len(rows.unique()) == 3
+        counts[rows] += 1
+    assert counts[~stream.valid].sum() == 0
+    # 600 of each are expected, with a standard deviation of 20.5: 5 of these.
+    assert (counts[stream.valid] - 600).abs().max() < 103
+
+
+def test_padding_is_drawn_where_there_is_nothing_else() -> None:
+    stream = Stream()
+    stream.valid = torch.arange(10) < 2
+    assert {0, 1} <= set(stream.draw(10, 5, CPU).tolist())
+
+
+def test_without_padding_the_rows_are_those_of_a_model_that_knows_no_mask() -> None:
+    plain, masked = Stream(seed=5), Stream(seed=5)
+    masked.valid = torch.ones(64, dtype=torch.bool)
+    for _ in range(3):
+        assert torch.equal(plain.draw(64, 7, CPU), masked.draw(64, 7, CPU))
+    assert torch.equal(masked.draw_again(64, 7, CPU), plain.draw_again(64, 7, CPU))
+
+
+def test_a_mask_of_other_tokens_is_not_used() -> None:
+    plain, masked = Stream(seed=5), Stream(seed=5)
+    masked.valid = torch.arange(32) < 1
+    assert torch.equal(plain.draw(64, 7, CPU), masked.draw(64, 7, CPU))
+
+
+def test_one_generator_is_never_lost_to_padding() -> None:
+    model = Block()
+    pamm.convert(model, pamm.PammConfig(ratio="1/128"))
+    x = torch.randn(4, 16, 8)
+    mask = (torch.arange(16) < 2).long().expand(4, 16)  # 7 of 8 rows are padding
+    x[:, 2:] = 0  # a generator that is zero stands for nothing: the gradient is lost
+
+    def lost(steps: int = 50) -> int:
+        count = 0
+        for _ in range(steps):
+            model.zero_grad()
+            model(x, attention_mask=mask).square().sum().backward()
+            count += int(model.query.weight.grad.abs().sum() == 0)  # type: ignore[union-attr]
+        return count
+
+    assert lost() > 30
+    stop = skip_padding(model)
+    assert lost() == 0
+    stop()
+    assert lost() > 30
+
+
+def test_a_pass_without_a_mask_forgets_the_last_one() -> None:
+    model = Block()
+    pamm.convert(model)
+    skip_padding(model)
+    model(torch.randn(2, 4, 8), attention_mask=torch.ones(2, 4))
+    assert groups(model)[0].stream.valid is not None
+    model(torch.randn(2, 4, 8))
+    assert groups(model)[0].stream.valid is None
+
+
+def test_a_model_that_is_not_converted_is_refused() -> None:
+    with pytest.raises(PammError, match=r"call pamm\.convert"):
+        skip_padding(Block())
