@@ -41,8 +41,9 @@ def skip_padding(model: nn.Module, argument: str = "attention_mask") -> Callable
 
     def remember(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         mask = kwargs.get(argument)
-        known = isinstance(mask, Tensor) and mask.ndim == 2
-        rows = mask.reshape(-1).bool() if known else None  # type: ignore[union-attr]
+        rows = None
+        if isinstance(mask, Tensor) and mask.ndim == 2:
+            rows = mask.reshape(-1).bool()
         # It stays until the next pass, for blocks that are computed again in backward.
         for stream in streams:
             stream.valid = rows

@@ -1,6 +1,7 @@
 """Fine-tuning on GLUE: files, settings, what is tuned and chosen, a run from end to end."""
 
 import dataclasses
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -254,3 +255,12 @@ def test_what_failed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(module, "work", fail)
     with pytest.raises(ArmFailedError, match=r"4 trainings failed.*: out of memory"):
         finetune_glue(made, tmp_path / "runs", quiet())
+
+
+@pytest.mark.slow
+def test_the_example(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = config(tmp_path)
+    path = Path(__file__).parents[2] / "examples/finetune_glue.py"
+    main = runpy.run_path(str(path))["main"]
+    main(made.model, made.data, tasks=("stsb",), output=tmp_path / "runs")
+    assert "stsb pamm-1/128 pearson" in capsys.readouterr().out

@@ -138,7 +138,7 @@ class Plan:
         best = _best(self._factor_runs(arm))
         if len(factors) > 1 and best is None:
             return []
-        factor = factors[0] if best is None else best.lr_factor
+        factor = min(factors) if best is None else best.lr_factor
         seed = self.config.seeds[0]
         return [self._run(task, arm, lr, factor, seed) for lr in self._lrs(arm)]
 
