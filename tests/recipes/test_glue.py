@@ -123,6 +123,11 @@ class TestSettings:
         assert set(made.tasks) == set(TASKS)
         assert len(made.seeds) == 3
 
+    def test_the_committed_study(self) -> None:
+        studies = Path(__file__).parents[2] / "benchmarks/studies"
+        made = GlueConfig.load(studies / "glue-minilm.yaml")
+        assert {arm.config.generators(16 * 128) for arm in made.arms} >= {16, 8, 1}
+
     def test_a_file_reads_back(self, tmp_path: Path) -> None:
         made = config(tmp_path)
         assert GlueConfig.from_dict(yaml.safe_load(made.to_yaml())) == made
@@ -242,6 +247,27 @@ def test_a_stopped_run_ends_where_it_would_have_ended(
     assert train_run(made, broken, Stop())
     kept = ("checkpoint-10/model.safetensors", "result.json")
     assert all((whole.folder / n).read_bytes() == (broken.folder / n).read_bytes() for n in kept)
+
+
+def test_a_launcher_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(PammError, match="without torchrun"):
+        finetune_glue(config(tmp_path), tmp_path / "runs", quiet())
+
+
+def test_a_diverged_run_has_no_score_and_is_not_chosen(tmp_path: Path) -> None:
+    plan = Plan(config(tmp_path, lrs=(1e-3, 1.0)), tmp_path / "runs")
+    finish(plan, {(1e-3, 1): 0.1, (1.0, 1): None})  # type: ignore[dict-item]
+    assert {run.lr for run in plan.final("cola", plan.config.arms[0])} == {1e-3}
+
+
+@pytest.mark.slow
+def test_a_loss_that_is_not_finite_scores_nothing(tmp_path: Path) -> None:
+    made = config(tmp_path, lrs=(1e12,), tasks=("cola",), seeds=(0,))
+    run = Plan(made, tmp_path / "runs").to_do()[0]
+    assert train_run(made, run, Stop())
+    assert run.result is not None
+    assert run.result["score"] is None
 
 
 def test_what_failed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

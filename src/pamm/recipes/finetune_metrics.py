@@ -35,7 +35,7 @@ def pearson(predicted: Tensor, labels: Tensor) -> float:
     """cov(x, y) / (std(x) std(y)); 0 where one side is constant."""
     x, y = (values.double() - values.double().mean() for values in (predicted, labels))
     scale = x.norm() * y.norm()
-    return (x @ y / scale).item() if scale > 0 else 0.0
+    return 0.0 if scale == 0 else (x @ y / scale).item()
 
 
 METRICS = {"accuracy": accuracy, "f1": f1, "matthews": matthews, "pearson": pearson}

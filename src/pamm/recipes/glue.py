@@ -23,6 +23,7 @@ from pamm.recipes.finetune_settings import GlueConfig
 from pamm.recipes.glue_plan import Plan
 from pamm.recipes.glue_results import NOTE, markdown, picture, table
 from pamm.recipes.glue_tasks import HUB, read_task
+from pamm.recipes.ranks import processes
 from pamm.recipes.study import FAILED
 
 CONFIG = "config.yaml"
@@ -49,6 +50,11 @@ def finetune_glue(
         KeyboardInterrupt: once all workers have written their checkpoints, which are of whole
             epochs and of the step they stopped at.
     """
+    if processes() > 1:
+        raise PammError(
+            "fine-tunings are small: each runs on one device, and several at a time. Give the "
+            "command without torchrun or accelerate launch; it takes all GPUs in sight."
+        )
     require("train", "transformers", "accelerate")
     require("plots", "matplotlib")
     folder = output / config.name

@@ -161,6 +161,8 @@ def _trainer(
         labels, outputs = (
             torch.as_tensor(v) for v in (predictions.label_ids, predictions.predictions)
         )
+        if not outputs.isfinite().all():  # argmax would make classes of NaN
+            return {"score": math.nan}
         predicted = outputs.squeeze(-1) if task.classes == 1 else outputs.argmax(-1)
         return {"score": SCORES[task.metric](predicted, labels)}
 
