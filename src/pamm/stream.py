@@ -75,9 +75,9 @@ class Stream:
         """The first k of ``rows`` that are no padding; padding only where there are fewer.
 
         A draw is the beginning of a permutation, so these are uniform too, and the same rows as
-        ever where nothing is padding. A stable sort and no mask: k is known without the device.
+        ever where nothing is padding. A stable sort, for an index by a mask waits for the device.
         """
-        if len(rows) == k or self.valid is None:
+        if self.valid is None or len(rows) == k:
             return rows
         is_padding = ~self.valid.to(rows.device)[rows]
         return rows[is_padding.to(torch.uint8).argsort(stable=True)[:k]]

@@ -220,6 +220,24 @@ def test_a_run_through_the_command_line(tmp_path: Path) -> None:
         finetune_glue(dataclasses.replace(made, epochs=3), tmp_path / "runs", quiet())
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--task", "wnli"), "no task 'wnli'"),
+        (("--config", "none.yaml"), "cannot read none.yaml"),
+        (("--data", "nowhere", "--task", "mrpc"), "cannot read nowhere/"),
+    ],
+)
+def test_what_the_command_refuses(
+    tmp_path: Path, options: tuple[str, ...], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    out = CliRunner().invoke(app, ["finetune", "glue", *options])
+    assert out.exit_code == 2
+    assert says in out.output
+    assert not list(tmp_path.iterdir())
+
+
 class _After(Stop):
     """Asks to stop after so many steps."""
 
