@@ -134,7 +134,7 @@ def train_run(config: GlueConfig, run: GlueRun, stop: Stop) -> bool:
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     if trainer.state.global_step < trainer.state.max_steps:
         return False
-    history = trainer.state.log_history  # of all sessions: checkpoints carry it
+    history = trainer.state.log_history  # from the first step on: checkpoints carry it
     lines = [json.dumps({k: _plain(v) for k, v in line.items()}) + "\n" for line in history]
     write_text(folder / METRICS, "".join(lines))
     write_json(folder / RESULT, _result(config, run, trainer, train, Pad(tokenizer)))
