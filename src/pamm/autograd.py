@@ -49,4 +49,3 @@ class CompressedLinear(torch.autograd.Function):
         grad_weight = ctx.compressor.weight_grad(tuple(state), rows) if needs_weight else None
         grad_bias = grad.sum_to_size(grad.shape[-1]) if needs_bias else None
         return grad_x, grad_weight, grad_bias, None, *(None for _ in state)
-
