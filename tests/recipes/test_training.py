@@ -67,6 +67,14 @@ def test_an_interrupted_arm_ends_bit_for_bit_where_it_would_have(
     assert [results[0][key] for key in kept] == [results[1][key] for key in kept]
 
 
+def test_the_last_checkpoint_may_be_left_out(tmp_path: Path) -> None:
+    made = config(tmp_path)
+    tokens, arm = prepare(made, tmp_path, quiet()), made.arms[0]
+    assert train_arm(made, arm, tmp_path / "exact", tokens, quiet(), Stop(), keep_last=False)
+    assert last_checkpoint(tmp_path / "exact")[1] == 4
+    assert (tmp_path / "exact/result.json").exists()
+
+
 def test_a_kill_loses_what_came_after_the_last_checkpoint_and_nothing_else(tmp_path: Path) -> None:
     made = config(tmp_path)
     assert run(tmp_path / "straight", made)
