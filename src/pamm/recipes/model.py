@@ -61,3 +61,15 @@ def build(config: PretrainConfig, tokens: Tokens) -> LlamaForCausalLM:
     made._attn_implementation = config.attention
     set_seed(config.seed)
     return LlamaForCausalLM(made)
+
+
+def compile_blocks(model: Any) -> None:
+    """Compile the blocks of a causal model one by one, which are all alike, and its loss.
+
+    As a whole it would take the compiler as many times as long as it has blocks.
+    """
+    # DDP sends a block's gradients while the next ones are computed: no need to cut blocks up.
+    torch._dynamo.config.optimize_ddp = False
+    for block in model.model.layers:
+        block.compile(dynamic=False)
+    model.loss_function = torch.compile(model.loss_function, dynamic=False)

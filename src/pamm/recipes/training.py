@@ -14,7 +14,7 @@ import transformers
 from rich.console import Console
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
-from transformers import LlamaForCausalLM, PrinterCallback, Trainer, TrainingArguments
+from transformers import PrinterCallback, Trainer, TrainingArguments
 
 import pamm
 from pamm.analysis.memory import peak_bytes
@@ -31,7 +31,7 @@ from pamm.recipes.callbacks import (
 )
 from pamm.recipes.files import read_json, read_json_lines, write_json
 from pamm.recipes.held import held_bytes
-from pamm.recipes.model import build
+from pamm.recipes.model import build, compile_blocks
 from pamm.recipes.ranks import processes, rank
 from pamm.recipes.results import METRICS, RESULT, ArmResult
 from pamm.recipes.settings import Arm, PretrainConfig
@@ -129,7 +129,7 @@ def train_arm(
     )
     _check_shared(trainer)
     if config.compile:
-        _compile(model)
+        compile_blocks(model)
     trainer.remove_callback(PrinterCallback)
     with contextlib.ExitStack() as stack:
         if rank() == 0:
@@ -180,16 +180,6 @@ def _check_shared(trainer: Trainer) -> None:
             "fsdp shares weights between GPUs, and Accelerate found none. Leave fsdp out, or start "
             "the run on a machine with GPUs."
         )
-
-
-def _compile(model: LlamaForCausalLM) -> None:
-    """Blocks one by one, which are all alike and so compiled once; and the loss.
-
-    The model as a whole takes the compiler as many times as long as it has blocks.
-    """
-    for block in model.model.layers:
-        block.compile(dynamic=False)
-    model.loss_function = torch.compile(model.loss_function, dynamic=False)
 
 
 def _arguments(config: PretrainConfig, arm: Arm, folder: Path) -> TrainingArguments:
