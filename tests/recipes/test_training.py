@@ -13,9 +13,9 @@ from transformers import TrainingArguments
 from pamm.config import PammConfig
 from pamm.errors import PammError
 from pamm.recipes import training
-from pamm.recipes.callbacks import finite, perplexity
 from pamm.recipes.files import read_json, read_json_lines
 from pamm.recipes.model import llama_config
+from pamm.recipes.results import finite, perplexity
 from pamm.recipes.settings import Arm, PretrainConfig
 from pamm.recipes.stop import Stop
 from pamm.recipes.tokens import prepare

@@ -15,6 +15,7 @@ from torch.utils.tensorboard import SummaryWriter
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from pamm.recipes.files import read_json_lines, write_text
+from pamm.recipes.results import finite, perplexity
 from pamm.recipes.stop import Stop
 
 _UNREAD_S = 1.0  # how long losses stay on an accelerator: reading one waits for all of its work
@@ -216,13 +217,3 @@ class NoLastCheckpoint(TrainerCallback):
         """Take back what the Trainer asked for."""
         if state.global_step >= state.max_steps:
             control.should_save = False
-
-
-def perplexity(loss: float) -> float:
-    """exp(loss); infinite where that is too large for a float."""
-    return math.exp(loss) if loss < 700 else math.inf
-
-
-def finite(number: float) -> float | None:
-    """None in place of NaN and infinity, which JSON has not."""
-    return number if math.isfinite(number) else None

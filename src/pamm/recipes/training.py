@@ -25,15 +25,13 @@ from pamm.recipes.callbacks import (
     NoLastCheckpoint,
     ProgressCallback,
     StopCallback,
-    finite,
-    perplexity,
     to_board,
 )
 from pamm.recipes.files import read_json, read_json_lines, write_json
 from pamm.recipes.held import held_bytes
 from pamm.recipes.model import build, compile_blocks
 from pamm.recipes.ranks import processes, rank
-from pamm.recipes.results import METRICS, RESULT, ArmResult
+from pamm.recipes.results import METRICS, RESULT, ArmResult, finite, perplexity
 from pamm.recipes.settings import Arm, PretrainConfig
 from pamm.recipes.stop import Stop
 from pamm.recipes.tokens import Blocks, Tokens
