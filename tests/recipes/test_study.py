@@ -169,8 +169,8 @@ def test_studies_that_are_refused(tmp_path: Path, change: dict[str, Any], parts:
         assert part in str(caught.value)
 
 
-@pytest.mark.parametrize("path", sorted(STUDIES.glob("60m*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(STUDIES.glob("*0m*.yaml")), ids=lambda path: path.stem)
 def test_the_projects_own_studies_can_be_read(path: Path) -> None:
     made = Study.load(path)
     assert made.name == path.stem
-    assert len(made.cells) >= 9
+    assert len(made.cells) >= 4

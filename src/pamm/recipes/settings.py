@@ -166,6 +166,11 @@ class PretrainConfig:
                 raise PammError(
                     f"{key} is {getattr(self, key)!r}; choose one of {', '.join(allowed)}."
                 )
+        if self.attention == "flash_attention_2" and self.precision == "fp32":
+            raise PammError(
+                "attention is 'flash_attention_2', which computes in bf16, and precision is fp32. "
+                "Change one of them."
+            )
         for key in ("compile", "activation_checkpointing", "fsdp"):
             if not isinstance(getattr(self, key), bool):
                 raise PammError(f"{key} is {getattr(self, key)!r}; give true or false.")
