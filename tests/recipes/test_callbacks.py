@@ -66,7 +66,7 @@ def test_losses_stay_on_an_accelerator_until_they_are_needed(tmp_path: Path, why
     assert seconds == pytest.approx([seconds[0] * n for n in (1, 2, 3)], abs=2e-6)
 
 
-def test_losses_are_read_after_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_losses_are_read_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pamm.recipes.callbacks._UNREAD_S", 0.0)
     with closing(Trainer(tmp_path / "metrics.jsonl", "cuda")) as made:
         made.train()

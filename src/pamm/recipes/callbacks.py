@@ -18,7 +18,7 @@ from pamm.recipes.files import read_json_lines, write_text
 from pamm.recipes.results import finite, perplexity
 from pamm.recipes.stop import Stop
 
-_UNREAD_S = 1.0  # how long losses stay on an accelerator: reading one waits for all of its work
+_UNREAD_S = 2.0  # how long losses stay on an accelerator: reading one waits for all of its work
 
 Line = dict[str, Any]
 """What is known of a step, or of a validation."""

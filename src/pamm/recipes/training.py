@@ -67,6 +67,10 @@ class ArmTrainer(Trainer):
         self._loss, self._loss_of = mean + self._loss if self._loss_of == step else mean, step
         return loss
 
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Not counted: it takes longer than the rest of the Trainer, and nobody asks."""
+        return 0
+
     def step_loss(self) -> Tensor:
         """Of the last step, over all processes; on the device."""
         return self._loss
@@ -131,7 +135,8 @@ def train_arm(
     trainer.remove_callback(PrinterCallback)
     with contextlib.ExitStack() as stack:
         if rank() == 0:
-            board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+            where = str(folder / "tensorboard")
+            board = SummaryWriter(where, purge_step=step + 1, max_queue=1000)
             stack.callback(board.close)
             progress = ProgressCallback(console, arm.name)
             trainer.add_callback(progress)
