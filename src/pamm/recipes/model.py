@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
-from transformers.utils import is_flash_attn_2_available
+from transformers.utils.import_utils import is_flash_attn_2_available
 
 from pamm.config import check_keys
 from pamm.errors import PammError
