@@ -181,9 +181,9 @@ def ablate(
 ) -> None:
     """The paper's studies: a grid of trainings, each cell at its best learning rate, with seeds.
 
-    Ctrl-C stops it with checkpoints; the same command goes on, on another machine too if the study's
-    folder is there: all of it but checkpoint-*, tensorboard and tokens.bin, which may stay behind
-    (tar --exclude). A file to begin with:
+    Ctrl-C stops it with checkpoints; the same command goes on. On another machine too if the
+    study's folder is there: all of it but checkpoint-*, tensorboard and tokens.bin, which may stay
+    behind (tar --exclude). A file to begin with:
 
     \b
     name: method-60m
