@@ -67,7 +67,7 @@ def method(base: PretrainConfig) -> Cells:
         for name in ("uniform_crs", "compact"):
             share = ratio_for_bytes(name, held(config, base), base)
             made[f"{name}, bytes of pamm {text}"] = {"method": name, "ratio": share}
-    for text in ("1/8", "1/4"):
+    for text in ("1/8", "3/8"):
         made[f"subspace {text}"] = {"method": "subspace", "ratio": text}
     made["default"] = {"lr_factor": 1.0}
     return made
