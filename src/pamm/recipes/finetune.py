@@ -54,8 +54,8 @@ def glue(
     epochs: 3
     seeds: [0, 1, 2]
     """
-    from pamm.recipes.finetune_settings import GlueConfig
     from pamm.recipes.glue import finetune_glue
+    from pamm.recipes.glue_settings import GlueConfig
 
     given: dict[str, Any] = {"model": model, "data": data, "tasks": tuple(task or ()) or None}
     chosen = {key: value for key, value in given.items() if value is not None}
