@@ -42,6 +42,8 @@ THIRD_PARTY = {
         "datasets",
         "jinja2",
         "matplotlib",
+        "peft",
+        "PIL",
         "pyarrow",
     },
     "kernels": {"triton"},
