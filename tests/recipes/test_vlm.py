@@ -331,7 +331,9 @@ def test_a_run_through_the_command_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("method", "lora"), [("pamm", {"r": 4}), ("subspace", None)])
+@pytest.mark.parametrize(
+    ("method", "lora"), [("pamm", {"r": 4}), ("exact", None), ("subspace", None)]
+)
 def test_a_stopped_run_ends_where_it_would_have_ended(
     tmp_path: Path, method: str, lora: Any
 ) -> None:

@@ -1,5 +1,6 @@
 """The model of a fine-tuning and its processor: from the hub, a folder, or a new small Pixtral."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,10 +33,20 @@ PROJECTIONS = ["q_proj", "k_proj", "v_proj"]
 _SPECIAL = ("<pad>", "<unk>", "<s>", "</s>", "<image>")
 
 
-def load(config: VlmConfig, classes: tuple[str, ...], bf16: bool) -> tuple[Any, nn.Module]:
+def load(
+    config: VlmConfig, classes: tuple[str, ...], bf16: bool, checkpoint: Path | None = None
+) -> tuple[Any, nn.Module]:
     """Processor and model; new weights follow torch's seed.
 
     Weights that are trained are in fp32; under LoRA the frozen ones are in bf16 if ``bf16``.
+
+    Args:
+        config: the fine-tuning.
+        classes: their names.
+        bf16: whether it computes in bf16.
+        checkpoint: of all weights, if they are trained and training goes on. The Trainer cannot
+            load it: Transformers saves some models' weights under other names than the model's,
+            and the Trainer passes over names that it does not know.
 
     Raises:
         PammError: if there is no such model, or it does not answer questions about images.
@@ -55,6 +66,8 @@ def load(config: VlmConfig, classes: tuple[str, ...], bf16: bool) -> tuple[Any, 
                 f"cannot load {config.model} as a model that takes images and text: {reason}. Give "
                 "such a model's name on the hub, its folder with a processor, or small-pixtral."
             ) from error
+    if checkpoint is not None and config.lora is None:
+        model = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=dtype)
     model.config.get_text_config().use_cache = False  # in training; generation turns it on
     if config.lora is not None:
         model = _with_lora(model, config.lora)

@@ -85,7 +85,7 @@ def train_run(config: VlmConfig, data: str, run: FinetuneRun, stop: Stop) -> boo
     """
     checkpoint = begin(run)
     train, validation = read_images(data, config.validation_share)
-    processor, model = load(config, train.classes, uses_bf16(config))
+    processor, model = load(config, train.classes, uses_bf16(config), checkpoint)
     size = config.image_size
     if config.from_scratch is not None and size is None:
         size = config.from_scratch["vision_config"]["image_size"]
