@@ -40,6 +40,7 @@ THIRD_PARTY = {
         "tokenizers",
         "numpy",
         "datasets",
+        "accelerate",
         "jinja2",
         "matplotlib",
         "peft",

@@ -2,6 +2,8 @@
 
 import dataclasses
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -250,7 +252,7 @@ class TestSettings:
         ("part", "key", "value", "says"),
         [
             ("vision_config", "patch_size", None, "patch_size of the vision_config is None"),
-            ("vision_config", "hidden_size", 30, "no Pixtral that can be built"),
+            ("vision_config", "num_attention_heads", 0, "no Pixtral that can be built"),
             ("audio_config", "hidden_size", 30, "no key 'audio_config'"),
         ],
     )
@@ -347,6 +349,24 @@ def test_a_stopped_run_ends_where_it_would_have_ended(
     weights = "adapter_model.safetensors" if lora else "model.safetensors"
     for name in (f"checkpoint-8/{weights}", "result.json"):
         assert (whole.folder / name).read_bytes() == (broken.folder / name).read_bytes()
+
+
+@pytest.mark.slow
+def test_two_processes(tmp_path: Path) -> None:
+    made = config(tmp_path, batch_size=2, seeds=(0,), lora={"r": 4})
+    (tmp_path / "vlm.yaml").write_text(made.to_yaml())
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "pamm")
+    options = ("--config", str(tmp_path / "vlm.yaml"), "--output", str(tmp_path / "runs"))
+    done = subprocess.run(
+        [sys.executable, *launcher, "finetune", "vlm", *options], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    folder = tmp_path / "runs/tiny"
+    rows = read_json_lines(folder / "results.jsonl")
+    assert [(row["arm"], row["steps"]) for row in rows] == [("exact", 8), ("pamm", 8)]
+    assert all(sum(map(sum, row["confusion"])) == 4 for row in rows)
+    assert done.stdout.count("macro F1") >= 3  # one line a run, one table
+    assert not list(folder.glob("runs/*/*/*/checkpoint-*"))
 
 
 @pytest.mark.slow

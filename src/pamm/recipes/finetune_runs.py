@@ -11,6 +11,7 @@ several machines that share the folder, and given again after whatever stopped i
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +25,25 @@ from pamm.recipes.console import show_error
 from pamm.recipes.files import lock, write_text
 from pamm.recipes.finetune_plan import FinetuneRun, Plan
 from pamm.recipes.finetune_settings import FinetuneConfig
-from pamm.recipes.ranks import processes
+from pamm.recipes.ranks import processes, rank
 from pamm.recipes.stop import Stop
 from pamm.recipes.study import FAILED
-from pamm.recipes.worker import work_off
+from pamm.recipes.worker import remove_checkpoints, work_off
 
 CONFIG, RESULTS = "config.yaml", "results.jsonl"
 
 
+Train = Callable[[FinetuneRun, Stop], bool]
+"""Trains one run; False if it was stopped before it was finished."""
+
+
 def run_plan(
-    plan: Plan[Any], worker: str, check: Callable[[], None], console: Console, workers: int | None
+    plan: Plan[Any],
+    worker: str,
+    check: Callable[[], None],
+    console: Console,
+    workers: int | None,
+    together: Train | None = None,
 ) -> list[dict[str, Any]]:
     """Train all runs of a plan, or what is left of them; returns the rows of what is finished.
 
@@ -43,19 +53,23 @@ def run_plan(
         check: finds whatever is wrong before anything is trained, or written.
         console: shows what is done.
         workers: processes at a time; one for each GPU in sight by default, or one on the CPU.
+        together: trains a run in all processes of a launcher; ``None`` refuses to be launched.
 
     Raises:
         PammError: from ``check``, or if the folder is of another configuration.
         KeyboardInterrupt: once all workers have written their checkpoints, which are of whole
             epochs and of the step they stopped at.
     """
-    if processes() > 1:
-        raise PammError(
-            "fine-tunings run on one device each, and several at a time. Give the command without "
-            "torchrun or accelerate launch; it takes all GPUs in sight."
-        )
     require("train", "transformers", "accelerate")
     require("plots", "matplotlib")
+    if processes() > 1 and together is not None:
+        _train_together(plan, check, together, console)
+        return plan.rows()
+    if processes() > 1:
+        raise PammError(
+            "these fine-tunings run on one device each, and several at a time. Give the command "
+            "without torchrun or accelerate launch; it takes all GPUs in sight."
+        )
     check()
     _prepare(plan)
     todo = plan.to_do()
@@ -96,7 +110,7 @@ def raise_failed(folder: Path) -> None:
         )
 
 
-def serve(plan: Callable[[], Plan[Any]], train: Callable[[FinetuneRun, Stop], bool]) -> int:
+def serve(plan: Callable[[], Plan[Any]], train: Train) -> int:
     """What a worker's process does: one open run after the other.
 
     Returns:
@@ -109,6 +123,39 @@ def serve(plan: Callable[[], Plan[Any]], train: Callable[[FinetuneRun, Stop], bo
     except PammError as error:
         show_error(error)
         return 2
+
+
+def _train_together(
+    plan: Plan[Any], check: Callable[[], None], train: Train, console: Console
+) -> None:
+    """One run after the other in the processes of a launcher; the first one writes.
+
+    An error in one process ends it, and so the launcher ends all; the same command goes on.
+    """
+    import torch
+    from accelerate import PartialState
+
+    state = PartialState(cpu=not torch.cuda.is_available())
+    stop = Stop()
+    stop.listen()
+    if rank() == 0:
+        check()
+        _prepare(plan)
+    state.wait_for_everyone()
+    while todo := plan.to_do():
+        run = todo[0]
+        state.wait_for_everyone()  # all have seen what is to be done
+        with ExitStack() as held:
+            if rank() == 0:
+                run.folder.mkdir(parents=True, exist_ok=True)
+                if not held.enter_context(lock(run.folder / ".lock")):
+                    raise PammError(f"another process trains {run.folder}. Wait until it ends.")
+            if not train(run, stop):
+                raise KeyboardInterrupt
+        if rank() == 0:
+            remove_checkpoints(run.folder)
+            console.print(f"{run.title}: {run.note}", markup=False, highlight=False)
+        state.wait_for_everyone()
 
 
 def _prepare(plan: Plan[Any]) -> None:

@@ -19,6 +19,7 @@ from pamm.recipes.callbacks import StopCallback, finite
 from pamm.recipes.files import write_json, write_text
 from pamm.recipes.finetune_plan import FinetuneRun
 from pamm.recipes.finetune_settings import FinetuneConfig
+from pamm.recipes.ranks import processes
 from pamm.recipes.results import METRICS, RESULT
 from pamm.recipes.training import last_checkpoint
 
@@ -76,7 +77,8 @@ def arguments(config: FinetuneConfig, run: FinetuneRun, **more: Any) -> Training
         "logging_nan_inf_filter": False,
         "eval_strategy": "epoch",
         "save_strategy": "epoch",
-        "save_total_limit": 1,
+        # Processes do not write at the same time: one must be there that all have written.
+        "save_total_limit": 1 if processes() == 1 else 2,
         "report_to": "none",
         "disable_tqdm": True,
     }
@@ -89,6 +91,8 @@ def fit(trainer: Trainer, checkpoint: Path | None) -> bool:
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     if trainer.state.global_step < trainer.state.max_steps:
         return False
+    if not trainer.is_world_process_zero():
+        return True
     history = trainer.state.log_history  # from the first step on: checkpoints carry it
     lines = [json.dumps({k: _plain(v) for k, v in line.items()}) + "\n" for line in history]
     write_text(Path(str(trainer.args.output_dir)) / METRICS, "".join(lines))
@@ -98,7 +102,12 @@ def fit(trainer: Trainer, checkpoint: Path | None) -> bool:
 def write_result(
     config: FinetuneConfig, run: FinetuneRun, trainer: Trainer, more: Mapping[str, Any]
 ) -> None:
-    """Write the run's result: its scores, its rates, what it ran on, and ``more``."""
+    """Write the run's result: its scores, its rates, what it ran on, and ``more``.
+
+    In the first process, if there are several.
+    """
+    if not trainer.is_world_process_zero():
+        return
     scores = [line["eval_score"] for line in trainer.state.log_history if "eval_score" in line]
     device = trainer.args.device
     result = {
@@ -112,6 +121,7 @@ def write_result(
         **more,
         "steps": trainer.state.global_step,
         "epochs": config.epochs,
+        "processes": processes(),
         "precision": "bf16 autocast" if trainer.args.bf16 else "fp32",
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "versions": {

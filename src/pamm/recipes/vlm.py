@@ -15,7 +15,9 @@ from rich.console import Console
 from pamm.extras import require
 from pamm.recipes.finetune_plan import FinetuneRun, Plan, mean_and_spread
 from pamm.recipes.finetune_runs import raise_failed, run_plan, show_results
+from pamm.recipes.ranks import rank
 from pamm.recipes.settings import Arm
+from pamm.recipes.stop import Stop
 from pamm.recipes.vlm_results import NOTE, confusion_picture, markdown, picture, table
 from pamm.recipes.vlm_settings import DRAWN, VlmConfig
 
@@ -36,6 +38,12 @@ class VlmPlan(Plan[VlmConfig]):
         drawn = self.folder.parent / "drawn-images"
         return drawn if self.config.data == DRAWN else Path(self.config.data)
 
+    def train(self, run: FinetuneRun, stop: Stop) -> bool:
+        """Train one run; see ``vlm_training.train_run``."""
+        from pamm.recipes.vlm_training import train_run
+
+        return train_run(self.config, str(self.data), run, stop)
+
     def _row(
         self, task: str, arm: Arm, runs: list[FinetuneRun], results: list[dict[str, Any]]
     ) -> dict[str, Any]:
@@ -55,6 +63,9 @@ def finetune_vlm(
 ) -> list[dict[str, Any]]:
     """Train all runs, or what is left of them; write and print the comparison.
 
+    In the processes of torchrun or ``accelerate launch`` each run is trained by all of them, with
+    ``batch_size`` images for each in a forward pass; otherwise each run by one process.
+
     Args:
         config: the fine-tuning.
         output: folder of all of them; this one is in ``output / config.name``.
@@ -71,8 +82,10 @@ def finetune_vlm(
         KeyboardInterrupt: see ``finetune_runs.run_plan``.
     """
     plan = VlmPlan(config, output / config.name)
-    rows = run_plan(plan, "pamm.recipes.vlm_worker", lambda: _check(plan), console, workers)
-    if rows:
+    rows = run_plan(
+        plan, "pamm.recipes.vlm_worker", lambda: _check(plan), console, workers, plan.train
+    )
+    if rows and rank() == 0:
         files: dict[str, str | bytes] = {"table.md": markdown(rows), "f1.png": picture(rows)}
         for arm in config.arms:
             row = next((row for row in rows if row["arm"] == arm.name), None)

@@ -95,7 +95,8 @@ def train_run(config: VlmConfig, data: str, run: FinetuneRun, stop: Stop) -> boo
     trainer = _trainer(config, run, model, questions, rows, held_out, batch, stop)
     if checkpoint is None and run.arm.is_exact and config.from_scratch is None:
         found = trainer.evaluate()
-        write_json(run.folder / BEFORE, {name: found[f"eval_{name}"] for name in SCORES})
+        if trainer.is_world_process_zero():
+            write_json(run.folder / BEFORE, {name: found[f"eval_{name}"] for name in SCORES})
     if not fit(trainer, checkpoint):
         return False
     last = next(e for e in reversed(trainer.state.log_history) if "eval_score" in e)

@@ -4,9 +4,7 @@ import os
 import sys
 from pathlib import Path
 
-from pamm.recipes.finetune_plan import FinetuneRun
 from pamm.recipes.finetune_runs import CONFIG, serve
-from pamm.recipes.stop import Stop
 from pamm.recipes.vlm import VlmPlan
 from pamm.recipes.vlm_settings import VlmConfig
 
@@ -18,13 +16,7 @@ def main(folder: Path) -> int:
     def plan() -> VlmPlan:
         return VlmPlan(VlmConfig.load(folder / CONFIG), folder)
 
-    def train(run: FinetuneRun, stop: Stop) -> bool:
-        from pamm.recipes.vlm_training import train_run
-
-        made = plan()
-        return train_run(made.config, str(made.data), run, stop)
-
-    return serve(plan, train)
+    return serve(plan, lambda run, stop: plan().train(run, stop))
 
 
 if __name__ == "__main__":
