@@ -21,7 +21,7 @@ from pamm.recipes.drawn_images import PATTERNS, draw, draw_folder
 from pamm.recipes.files import read_json_lines
 from pamm.recipes.image_folder import read_images
 from pamm.recipes.stop import Stop
-from pamm.recipes.vlm import VlmPlan, finetune_vlm
+from pamm.recipes.vlm import VlmPlan, check, finetune_vlm
 from pamm.recipes.vlm_model import convert_towers, load, vision_tower
 from pamm.recipes.vlm_questions import IGNORED, ImageRows, Questions, question
 from pamm.recipes.vlm_results import markdown
@@ -139,6 +139,27 @@ class TestFolder:
                 path.write_text("no image")
         with pytest.raises(PammError, match=says):
             read_images(tmp_path / "data", share)
+
+    def test_images_are_drawn_once_and_wholly(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        plan = VlmPlan(config(tmp_path, data="drawn"), tmp_path / "runs/tiny")
+        calls = []
+
+        def few(folder: Path) -> None:
+            calls.append(folder)
+            draw_folder(folder, train=1, validation=1, side=16)
+            if len(calls) == 1:
+                raise OSError("disk full")
+
+        monkeypatch.setattr("pamm.recipes.drawn_images.draw_folder", few)
+        with pytest.raises(OSError, match="disk full"):
+            check(plan)
+        assert not list((tmp_path / "runs").iterdir())
+        for _ in range(2):
+            check(plan)
+        assert len(calls) == 2
+        assert [path.name for path in (tmp_path / "runs").iterdir()] == ["drawn-images"]
 
 
 class TestQuestions:

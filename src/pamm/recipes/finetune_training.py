@@ -85,9 +85,14 @@ def arguments(config: FinetuneConfig, run: FinetuneRun, **more: Any) -> Training
     return TrainingArguments(**{**common, **more})
 
 
+def quiet(trainer: Trainer) -> Trainer:
+    """The same, which prints nothing."""
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
 def fit(trainer: Trainer, checkpoint: Path | None) -> bool:
     """Train to the end, and write the metrics; False if it was stopped before."""
-    trainer.remove_callback(PrinterCallback)
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     if trainer.state.global_step < trainer.state.max_steps:
         return False
@@ -147,7 +152,7 @@ def held_bytes(
         config: how the inputs are kept.
         inputs: of the forward pass.
         bf16: whether it runs under autocast.
-        select: of the groups, as in ``pamm.convert``.
+        select: which groups, and an example, as in ``pamm.convert``.
 
     Returns:
         ``held_bytes``; ``predicted_bytes`` of the formula and ``paper_bytes`` as the paper counts;

@@ -22,6 +22,7 @@ from pamm.recipes.finetune_training import (
     begin,
     fit,
     held_bytes,
+    quiet,
     write_result,
 )
 from pamm.recipes.glue_settings import GlueConfig
@@ -101,7 +102,7 @@ def train_run(config: GlueConfig, run: FinetuneRun, stop: Stop) -> bool:
     trainer = _trainer(config, run, model, pad, train, validation, stop)
     if config.skip_padding and run.converts:
         skip_padding(model)
-    if not fit(trainer, checkpoint):
+    if not fit(quiet(trainer), checkpoint):
         return False
     size = config.batch_of(run.task)
     inputs = {k: v.to(trainer.args.device) for k, v in _longest(train, pad, size).items()}

@@ -83,7 +83,7 @@ def finetune_vlm(
     """
     plan = VlmPlan(config, output / config.name)
     rows = run_plan(
-        plan, "pamm.recipes.vlm_worker", lambda: _check(plan), console, workers, plan.train
+        plan, "pamm.recipes.vlm_worker", lambda: check(plan), console, workers, plan.train
     )
     if rows and rank() == 0:
         files: dict[str, str | bytes] = {"table.md": markdown(rows), "f1.png": picture(rows)}
@@ -96,7 +96,7 @@ def finetune_vlm(
     return rows
 
 
-def _check(plan: VlmPlan) -> None:
+def check(plan: VlmPlan) -> None:
     """Find what is wrong before anything is trained; draw images if that is asked for."""
     require("train", "PIL")
     if plan.config.lora is not None:

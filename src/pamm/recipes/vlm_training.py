@@ -20,6 +20,7 @@ from pamm.recipes.finetune_training import (
     begin,
     fit,
     held_bytes,
+    quiet,
     uses_bf16,
     write_result,
 )
@@ -92,7 +93,7 @@ def train_run(config: VlmConfig, data: str, run: FinetuneRun, stop: Stop) -> boo
     questions = Questions(processor, train.classes, size)
     rows, held_out = ImageRows(train, answered=True), ImageRows(validation, answered=False)
     batch = questions([rows[i] for i in range(min(config.batch_size, len(rows)))])
-    trainer = _trainer(config, run, model, questions, rows, held_out, batch, stop)
+    trainer = quiet(_trainer(config, run, model, questions, rows, held_out, batch, stop))
     if checkpoint is None and run.arm.is_exact and config.from_scratch is None:
         found = trainer.evaluate()
         if trainer.is_world_process_zero():
@@ -182,7 +183,7 @@ def _memory(
     prefix, bf16 = vision_tower(model), trainer.args.bf16
     towers = {}
     for name, config in _towers(run).items():
-        chosen = select(name, prefix)
+        chosen = {**select(name, prefix), "example": batch}
         exact = held_bytes(model, PammConfig("exact"), inputs, bf16, **chosen)
         ours = held_bytes(model, config, inputs, bf16, **chosen)
         towers[name] = {**ours, "exact_bytes": exact["held_bytes"]}
