@@ -441,4 +441,4 @@ def test_the_example(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     made = config(tmp_path)
     main = runpy.run_path(str(ROOT / "examples/finetune_vlm.py"))["main"]
     main(made.model, made.data, output=tmp_path / "runs")
-    assert "pamm-1/128" in capsys.readouterr().out
+    assert "lora+pamm macro F1" in capsys.readouterr().out

@@ -55,19 +55,20 @@ def load(
     model: Any
     if (values := config.from_scratch) is not None:
         processor, model = _new(values, classes)
+        if checkpoint is not None and config.lora is None:
+            model = AutoModelForImageTextToText.from_pretrained(checkpoint)
         model.to(dtype)
     else:
         try:
             processor = AutoProcessor.from_pretrained(config.model)
-            model = AutoModelForImageTextToText.from_pretrained(config.model, dtype=dtype)
+            weights = checkpoint if checkpoint is not None and config.lora is None else config.model
+            model = AutoModelForImageTextToText.from_pretrained(weights, dtype=dtype)
         except (OSError, ValueError, KeyError, ImportError) as error:
             reason = " ".join(str(error).split())[:300]
             raise PammError(
                 f"cannot load {config.model} as a model that takes images and text: {reason}. Give "
                 "such a model's name on the hub, its folder with a processor, or small-pixtral."
             ) from error
-    if checkpoint is not None and config.lora is None:
-        model = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=dtype)
     model.config.get_text_config().use_cache = False  # in training; generation turns it on
     if config.lora is not None:
         model = _with_lora(model, config.lora)

@@ -49,7 +49,8 @@ class Questions:
         image_size: pixels to scale each side to; ``None`` leaves images as they are.
 
     Raises:
-        PammError: if the tokenizer cannot tell two names apart.
+        PammError: if the tokenizer cannot tell two names apart, or the processor does not know how
+            to write a question down.
     """
 
     def __init__(self, processor: Any, classes: Sequence[str], image_size: int | None) -> None:
@@ -71,7 +72,13 @@ class Questions:
     def _template(self, text: str) -> str:
         """As the model was taught to be asked, if its processor knows."""
         if not getattr(self._processor, "chat_template", None):
-            return f"{self._processor.image_token}\n{text}\n"
+            image = getattr(self._processor, "image_token", None)
+            if image is None:
+                raise PammError(
+                    f"{type(self._processor).__name__} has neither a chat_template nor an "
+                    "image_token, so how to ask about an image is not known. Give it a template."
+                )
+            return f"{image}\n{text}\n"
         content = [{"type": "image"}, {"type": "text", "text": text}]
         return self._processor.apply_chat_template(
             [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
