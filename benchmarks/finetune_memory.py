@@ -17,6 +17,7 @@ and the peaks hold one arm's adapters and optimizer state.
 import argparse
 import statistics
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,7 @@ def roberta(options: argparse.Namespace, device: torch.device) -> list[Record]:
     return records
 
 
-def pixtral(options: argparse.Namespace, device: torch.device) -> list[Record]:
+def pixtral(options: argparse.Namespace, device: torch.device) -> Iterator[Record]:
     """Bytes held in both towers, peak of a step, and tokens/s, of LoRA with and without PAMM."""
     text, tower = (TINY_TEXT, TINY_TOWER) if options.tiny else (TEXT, TOWER)
     image = options.image or (64 if options.tiny else 224)
@@ -143,37 +144,28 @@ def pixtral(options: argparse.Namespace, device: torch.device) -> list[Record]:
         base = LlavaForConditionalGeneration(config)
     torch.set_default_dtype(torch.float32)
     patches = (image // tower["patch_size"]) ** 2
-    records = []
-    for batch in options.batch or (1, 8):
-        inputs = _inputs(batch, length, image, patches, text["vocab_size"], device)
-        for arm, ratio in LORA_ARMS.items():
-            measured = _lora_arm(base, inputs, batch * patches, rank, arm, options.repeats, device)
-            records.append(
-                {
-                    "model": "tiny" if options.tiny else "Pixtral-12B shape",
-                    "dtype": "bfloat16",
-                    "lora_rank": rank,
-                    "batch": batch,
-                    "image": image,
-                    "language_tokens": inputs["input_ids"].numel(),
-                    "vision_tokens": batch * patches,
-                    "arm": arm,
-                    "ratio": ratio,
-                    **measured,
-                }
-            )
-    return records
+    sizes = options.batch or (1, 8)
+    batches = [_inputs(n, length, image, patches, text["vocab_size"], device) for n in sizes]
+    common = {
+        "model": "tiny" if options.tiny else "Pixtral-12B shape",
+        "dtype": "bfloat16",
+        "lora_rank": rank,
+        "image": image,
+    }
+    for arm, ratio in LORA_ARMS.items():
+        for measured in _lora_arm(base, batches, patches, rank, arm, options.repeats, device):
+            yield {**common, "arm": arm, "ratio": ratio, **measured}
 
 
 def _lora_arm(
     base: nn.Module,
-    inputs: dict[str, Tensor],
-    vision_tokens: int,
+    batches: list[dict[str, Tensor]],
+    patches: int,
     rank: int,
     arm: str,
     repeats: int,
     device: torch.device,
-) -> Record:
+) -> list[Record]:
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(0)
@@ -183,42 +175,47 @@ def _lora_arm(
     model.train()
     method = pamm.PammConfig("exact") if ratio is None else pamm.PammConfig(ratio=ratio)  # type: ignore[arg-type]
     towers = {
-        "vision": (pamm.convert(model, method, include="*vision_tower*"), vision_tokens),
-        "language": (
-            pamm.convert(model, method, exclude="*vision_tower*"),
-            inputs["input_ids"].numel(),
-        ),
+        "vision": pamm.convert(model, method, include="*vision_tower*"),
+        "language": pamm.convert(model, method, exclude="*vision_tower*"),
     }
     layers = group_layers(model)
     if ratio is None:
         pamm.revert(model)
-    held = saved_bytes(model, layers, lambda: model(**inputs))
-    record: Record = {}
-    for name, (report, tokens) in towers.items():
-        mine = {group.name for group in report.converted}
-        record |= {
-            f"{name}_held_bytes": sum(held[group] for group in mine),
-            f"{name}_exact_bytes": report.exact_bytes(tokens),
-            f"{name}_generators": None if ratio is None else report.config.generators(tokens),
-            f"{name}_generator_bytes": None if ratio is None else generator_bytes(report, tokens),
-        }
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=device.type == "cuda")
+    records = []
+    for inputs in batches:
+        held = saved_bytes(model, layers, lambda inputs=inputs: model(**inputs))
+        tokens = {
+            "vision": len(inputs["input_ids"]) * patches,
+            "language": inputs["input_ids"].numel(),
+        }
+        record: Record = {"batch": len(inputs["input_ids"])}
+        for name, report in towers.items():
+            b = tokens[name]
+            record |= {
+                f"{name}_tokens": b,
+                f"{name}_held_bytes": sum(held[group.name] for group in report.converted),
+                f"{name}_exact_bytes": report.exact_bytes(b),
+                f"{name}_generators": None if ratio is None else report.config.generators(b),
+                f"{name}_generator_bytes": None if ratio is None else generator_bytes(report, b),
+            }
 
-    def step() -> None:
-        model(**inputs).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        def step(inputs: dict[str, Tensor] = inputs) -> None:
+            model(**inputs).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
 
-    for _ in range(3):  # compile kernels, and let the optimizer make its state
-        step()
-    record |= dict(peaks(step, device))
-    seconds = statistics.median(_seconds(step, device) for _ in range(repeats))
-    record["step_ms"] = 1e3 * seconds
-    record["language_tokens_per_s"] = inputs["input_ids"].numel() / seconds
+        for _ in range(3):  # compile kernels, and let the optimizer make its state
+            step()
+        record |= dict(peaks(step, device))
+        seconds = statistics.median(_seconds(step, device) for _ in range(repeats))
+        record["step_ms"] = 1e3 * seconds
+        record["language_tokens_per_s"] = tokens["language"] / seconds
+        records.append(record)
     pamm.revert(model)
     model.unload()  # the base model is as it was
-    return record
+    return records
 
 
 def _seconds(step: Any, device: torch.device) -> float:

@@ -46,7 +46,8 @@ def test_memory_of_fine_tunings(tmp_path: Path) -> None:
     exact, ours = lines[:2]
     assert exact["held_bytes"] == exact["paper_bytes"] == 2 * 16 * 64 * 64 * 4
     assert ours["paper_bytes"] == 2 * 3 * 8 * 64 * 4  # k = 8, three sets of generators
-    one, eight = lines[4:8], lines[8:]
+    one, eight = lines[4::2], lines[5::2]
+    assert {line["batch"] for line in one} == {1}
     assert [line["arm"] for line in one] == [line["arm"] for line in eight]
     for line, images in ((one[0], 1), (eight[0], 8)):
         assert line["vision_held_bytes"] == 2 * images * 16 * 32 * 3 * 4  # three copies in fp32

@@ -52,16 +52,17 @@ def load(
         PammError: if there is no such model, or it does not answer questions about images.
     """
     dtype = torch.bfloat16 if config.lora is not None and bf16 else torch.float32
+    resumed = checkpoint if config.lora is None else None
     model: Any
     if (values := config.from_scratch) is not None:
         processor, model = _new(values, classes)
-        if checkpoint is not None and config.lora is None:
-            model = AutoModelForImageTextToText.from_pretrained(checkpoint)
+        if resumed is not None:
+            model = AutoModelForImageTextToText.from_pretrained(resumed)
         model.to(dtype)
     else:
         try:
             processor = AutoProcessor.from_pretrained(config.model)
-            weights = checkpoint if checkpoint is not None and config.lora is None else config.model
+            weights = resumed or config.model
             model = AutoModelForImageTextToText.from_pretrained(weights, dtype=dtype)
         except (OSError, ValueError, KeyError, ImportError) as error:
             reason = " ".join(str(error).split())[:300]
