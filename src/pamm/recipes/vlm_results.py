@@ -13,13 +13,13 @@ NOTE = (
     "generators in the language model and in the vision tower. Memory: q/k/v inputs of one forward "
     "pass, measured, against exact training of the same weights."
 )
-_HEADS = ("arm", "macro F1", "weighted F1", "seeds", "lr", "k", "held", "saved", "saved %")
+_HEADS = ("arm", "macro F1", "weighted F1", "seeds", "lr", "k", "held MB", "saved MB", "saved %")
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
     """One line an arm, for a terminal."""
     made = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    made.add_column(_HEADS[0], overflow="fold")
+    made.add_column(_HEADS[0], no_wrap=True)
     for title in _HEADS[1:]:
         made.add_column(title, justify="right")
     for line in _lines(rows):
@@ -37,7 +37,7 @@ def _lines(rows: list[dict[str, Any]]) -> list[list[str]]:
     made = []
     before = next((row["before"] for row in rows if row["before"] is not None), None)
     if before is not None:
-        scores = [score_text({**_alone(before[key])}) for key in ("score", "weighted_f1")]
+        scores = [score_text(_alone(before[key])) for key in ("score", "weighted_f1")]
         made.append(["before training", *scores, *[""] * (len(_HEADS) - 3)])
     for row in rows:
         held, exact = row["held_bytes"], row["exact_bytes"]
@@ -50,10 +50,10 @@ def _lines(rows: list[dict[str, Any]]) -> list[list[str]]:
                 score_text(row["weighted_f1"]),
                 str(row["seeds"]),
                 f"{row['lr']:g}" + (" (edge)" if row["lr_at_edge"] else ""),
-                " + ".join("-" if k is None else str(k) for k in counts) if is_less else "",
-                f"{held / 1e6:.3f} MB",
-                f"{(exact - held) / 1e6:.3f} MB" if is_less else "",
-                f"{1 - held / exact:.2%}" if is_less else "",
+                " + ".join("-" if k is None else str(k) for k in counts) if any(counts) else "",
+                f"{held / 1e6:,.3f}",
+                f"{(exact - held) / 1e6:,.3f}" if is_less else "",
+                f"{100 * (1 - held / exact):.2f}" if is_less else "",
             ]
         )
     return made
@@ -81,7 +81,7 @@ def picture(rows: list[dict[str, Any]]) -> bytes:
             )  # fmt: skip
     axes.set_xticks(range(len(arms)), arms)
     axes.set_ylabel("F1 (%)")
-    axes.set_title("Macro (circles; dots: each seed) and weighted F1 (squares), ± over seeds")
+    axes.set_title("Macro (circles; dots: seeds) and weighted F1 (squares)")
     axes.grid(alpha=0.25, axis="y")
     return png(figure)
 
