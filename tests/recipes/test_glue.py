@@ -23,7 +23,7 @@ from pamm.recipes.glue_tasks import TASKS, Task, read_tsv
 from pamm.recipes.glue_training import padding_share, train_run
 from pamm.recipes.settings import Arm
 from pamm.recipes.stop import Stop
-from tests.recipes.helpers import WORDS, quiet
+from tests.recipes.helpers import WORDS, StopAfter, quiet
 
 
 def config(folder: Path, **changes: Any) -> GlueConfig:
@@ -237,19 +237,6 @@ def test_what_the_command_refuses(
     assert not list(tmp_path.iterdir())
 
 
-class _After(Stop):
-    """Asks to stop after so many steps."""
-
-    def __init__(self, steps: int) -> None:
-        super().__init__()
-        self.left = steps
-
-    @property
-    def asked(self) -> bool:
-        self.left -= 1
-        return self.left <= 0
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "step"), [("pamm", 5), ("pamm", 7), ("subspace", 7)])
 def test_a_stopped_run_ends_where_it_would_have_ended(
@@ -259,7 +246,7 @@ def test_a_stopped_run_ends_where_it_would_have_ended(
     made = config(tmp_path, arms=(arm,), tasks=("stsb",), seeds=(0,))
     whole, broken = (GluePlan(made, tmp_path / name).to_do()[0] for name in ("whole", "broken"))
     assert train_run(made, whole, Stop())
-    assert not train_run(made, broken, _After(step))  # an epoch has 5
+    assert not train_run(made, broken, StopAfter(step))  # an epoch has 5
     assert not (broken.folder / "result.json").exists()
     assert train_run(made, broken, Stop())
     kept = ("checkpoint-10/model.safetensors", "result.json")

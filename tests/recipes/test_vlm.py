@@ -27,8 +27,7 @@ from pamm.recipes.vlm_questions import IGNORED, ImageRows, Questions, question
 from pamm.recipes.vlm_results import markdown
 from pamm.recipes.vlm_settings import VlmArm, VlmConfig
 from pamm.recipes.vlm_training import train_run
-from tests.recipes.helpers import quiet
-from tests.recipes.test_glue import _After
+from tests.recipes.helpers import StopAfter, quiet
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 
@@ -364,7 +363,7 @@ def test_a_stopped_run_ends_where_it_would_have_ended(
     made = config(tmp_path, arms=(arm,), seeds=(0,), lora=lora)
     whole, broken = (VlmPlan(made, tmp_path / name).to_do()[0] for name in ("whole", "broken"))
     assert train_run(made, made.data, whole, Stop())
-    assert not train_run(made, made.data, broken, _After(3))  # an epoch has 4
+    assert not train_run(made, made.data, broken, StopAfter(3))  # an epoch has 4
     assert not (broken.folder / "result.json").exists()
     assert train_run(made, made.data, broken, Stop())
     weights = "adapter_model.safetensors" if lora else "model.safetensors"
