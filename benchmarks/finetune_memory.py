@@ -8,13 +8,16 @@ The paper counts X once for exact training, and the generators alone, once for e
 "Held" is measured with saved-tensor hooks: all that the group's layers keep for backward.
 
 Pixtral: LoRA of rank 128 on q, k and v of the language model and of the vision tower, bf16
-weights, PEFT's fp32 adapters, AdamW. Arms take turns on one base model, so the times are of one
-process and the peaks hold one arm's adapters and optimizer state.
+weights, PEFT's fp32 adapters, AdamW; first one image of 196 patches with 256 tokens of text, which
+gives the paper's k (2 and 4 at 1/128), then eight. "lora_bf16" has bf16 adapters, so that X is kept
+once and not three times in fp32. Arms take turns on one base model, so the times are of one process
+and the peaks hold one arm's adapters and optimizer state.
 """
 
 import argparse
 import statistics
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +38,12 @@ from pamm.bench.records import Record, append, environment
 from pamm.bench.timing import peaks
 
 IMAGE_TOKEN = 10
+LORA_ARMS = {
+    "lora": None,
+    "lora_bf16": None,
+    "lora+pamm-1/128": "1/128",
+    "lora+pamm-1/512": "1/512",
+}
 TEXT = {
     "hidden_size": 5120, "intermediate_size": 14336, "num_hidden_layers": 40,
     "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 131_072,
@@ -72,7 +81,8 @@ def roberta(options: argparse.Namespace, device: torch.device) -> list[Record]:
         else {}
     )
     config = RobertaConfig(vocab_size=50_265, max_position_embeddings=514, **sizes)
-    batch, length = options.batch or 16, options.length or (64 if options.tiny else 512)
+    batch = options.batch[0] if options.batch else 16
+    length = options.length or (64 if options.tiny else 512)
     with torch.device(device):
         model = RobertaForSequenceClassification(config).train()
     ids = torch.randint(10, 1000, (batch, length), device=device)
@@ -115,11 +125,11 @@ def roberta(options: argparse.Namespace, device: torch.device) -> list[Record]:
     return records
 
 
-def pixtral(options: argparse.Namespace, device: torch.device) -> list[Record]:
+def pixtral(options: argparse.Namespace, device: torch.device) -> Iterator[Record]:
     """Bytes held in both towers, peak of a step, and tokens/s, of LoRA with and without PAMM."""
     text, tower = (TINY_TEXT, TINY_TOWER) if options.tiny else (TEXT, TOWER)
     image = options.image or (64 if options.tiny else 224)
-    batch, length = options.batch or 2, options.length or (16 if options.tiny else 64)
+    length = options.length or (16 if options.tiny else 256)
     rank = 4 if options.tiny else 128
     config = LlavaConfig(
         vision_config=PixtralVisionConfig(**tower),
@@ -134,77 +144,78 @@ def pixtral(options: argparse.Namespace, device: torch.device) -> list[Record]:
         base = LlavaForConditionalGeneration(config)
     torch.set_default_dtype(torch.float32)
     patches = (image // tower["patch_size"]) ** 2
-    inputs = _inputs(batch, length, image, patches, text["vocab_size"], device)
-    records = []
-    for ratio in (None, "1/128", "1/512"):
-        records.append(
-            {
-                "model": "tiny" if options.tiny else "Pixtral-12B shape",
-                "dtype": "bfloat16",
-                "lora_rank": rank,
-                "batch": batch,
-                "image": image,
-                "language_tokens": inputs["input_ids"].numel(),
-                "vision_tokens": batch * patches,
-                "arm": "lora" if ratio is None else f"lora+pamm {ratio}",
-                **_lora_arm(base, inputs, batch * patches, rank, ratio, options.repeats, device),
-            }
-        )
-    return records
+    sizes = options.batch or (1, 8)
+    batches = [_inputs(n, length, image, patches, text["vocab_size"], device) for n in sizes]
+    common = {
+        "model": "tiny" if options.tiny else "Pixtral-12B shape",
+        "dtype": "bfloat16",
+        "lora_rank": rank,
+        "image": image,
+    }
+    for arm, ratio in LORA_ARMS.items():
+        for measured in _lora_arm(base, batches, patches, rank, arm, options.repeats, device):
+            yield {**common, "arm": arm, "ratio": ratio, **measured}
 
 
 def _lora_arm(
     base: nn.Module,
-    inputs: dict[str, Tensor],
-    vision_tokens: int,
+    batches: list[dict[str, Tensor]],
+    patches: int,
     rank: int,
-    ratio: str | None,
+    arm: str,
     repeats: int,
     device: torch.device,
-) -> Record:
+) -> list[Record]:
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(0)
+    ratio = LORA_ARMS[arm]
     wanted = LoraConfig(r=rank, lora_alpha=rank, target_modules=["q_proj", "k_proj", "v_proj"])
-    model: Any = get_peft_model(base, wanted).train()  # type: ignore[arg-type]
+    model: Any = get_peft_model(base, wanted, autocast_adapter_dtype=arm != "lora_bf16")  # type: ignore[arg-type]
+    model.train()
     method = pamm.PammConfig("exact") if ratio is None else pamm.PammConfig(ratio=ratio)  # type: ignore[arg-type]
     towers = {
-        "vision": (pamm.convert(model, method, include="*vision_tower*"), vision_tokens),
-        "language": (
-            pamm.convert(model, method, exclude="*vision_tower*"),
-            inputs["input_ids"].numel(),
-        ),
+        "vision": pamm.convert(model, method, include="*vision_tower*"),
+        "language": pamm.convert(model, method, exclude="*vision_tower*"),
     }
     layers = group_layers(model)
     if ratio is None:
         pamm.revert(model)
-    held = saved_bytes(model, layers, lambda: model(**inputs))
-    record: Record = {}
-    for name, (report, tokens) in towers.items():
-        mine = {group.name for group in report.converted}
-        record |= {
-            f"{name}_held_bytes": sum(held[group] for group in mine),
-            f"{name}_exact_bytes": report.exact_bytes(tokens),
-            f"{name}_generators": None if ratio is None else report.config.generators(tokens),
-            f"{name}_generator_bytes": None if ratio is None else generator_bytes(report, tokens),
-        }
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=device.type == "cuda")
+    records = []
+    for inputs in batches:
+        held = saved_bytes(model, layers, lambda inputs=inputs: model(**inputs))
+        tokens = {
+            "vision": len(inputs["input_ids"]) * patches,
+            "language": inputs["input_ids"].numel(),
+        }
+        record: Record = {"batch": len(inputs["input_ids"])}
+        for name, report in towers.items():
+            b = tokens[name]
+            record |= {
+                f"{name}_tokens": b,
+                f"{name}_held_bytes": sum(held[group.name] for group in report.converted),
+                f"{name}_exact_bytes": report.exact_bytes(b),
+                f"{name}_generators": None if ratio is None else report.config.generators(b),
+                f"{name}_generator_bytes": None if ratio is None else generator_bytes(report, b),
+            }
 
-    def step() -> None:
-        model(**inputs).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        def step(inputs: dict[str, Tensor] = inputs) -> None:
+            model(**inputs).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
 
-    for _ in range(3):  # compile kernels, and let the optimizer make its state
-        step()
-    record |= dict(peaks(step, device))
-    seconds = statistics.median(_seconds(step, device) for _ in range(repeats))
-    record["step_ms"] = 1e3 * seconds
-    record["language_tokens_per_s"] = inputs["input_ids"].numel() / seconds
+        for _ in range(3):  # compile kernels, and let the optimizer make its state
+            step()
+        record |= dict(peaks(step, device))
+        seconds = statistics.median(_seconds(step, device) for _ in range(repeats))
+        record["step_ms"] = 1e3 * seconds
+        record["language_tokens_per_s"] = tokens["language"] / seconds
+        records.append(record)
     pamm.revert(model)
     model.unload()  # the base model is as it was
-    return record
+    return records
 
 
 def _seconds(step: Any, device: torch.device) -> float:
@@ -231,7 +242,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("model", choices=("roberta", "pixtral"))
     parser.add_argument("results", type=Path, help="append records to this file")
-    parser.add_argument("--batch", type=int, help="rows in a step")
+    parser.add_argument("--batch", type=int, nargs="+", help="rows in a step; pixtral: several")
     parser.add_argument("--length", type=int, help="tokens of text in a row")
     parser.add_argument("--image", type=int, help="pixels of each side, a multiple of 16")
     parser.add_argument("--repeats", type=int, default=9)

@@ -38,6 +38,29 @@ def test_example(tmp_path: Path) -> None:
     assert exact["kept_bytes"] - ours["kept_bytes"] == 3 * 4 * x - state  # type: ignore[operator]
 
 
+def test_memory_of_fine_tunings(tmp_path: Path) -> None:
+    results = tmp_path / "results.jsonl"
+    run("benchmarks/finetune_memory.py", "roberta", str(results), "--tiny")
+    run("benchmarks/finetune_memory.py", "pixtral", str(results), "--tiny", "--repeats", "1")
+    lines = records(results)
+    exact, ours = lines[:2]
+    assert exact["held_bytes"] == exact["paper_bytes"] == 2 * 16 * 64 * 64 * 4
+    assert ours["paper_bytes"] == 2 * 3 * 8 * 64 * 4  # k = 8, three sets of generators
+    one, eight = lines[4::2], lines[5::2]
+    assert {line["batch"] for line in one} == {1}
+    assert [line["arm"] for line in one] == [line["arm"] for line in eight]
+    for line, images in ((one[0], 1), (eight[0], 8)):
+        assert line["vision_held_bytes"] == 2 * images * 16 * 32 * 3 * 4  # three copies in fp32
+        assert line["language_held_bytes"] == 2 * images * 32 * 64 * 3 * 4
+    assert [line["vision_generators"] for line in eight] == [None, None, 1, 1]
+    assert [line["language_generators"] for line in eight] == [None, None, 2, 1]
+    for bf16, pamm in ((one[1], one[2]), (eight[1], eight[3])):
+        for tower in ("vision", "language"):
+            held = f"{tower}_held_bytes"
+            assert pamm[held] < bf16[held] / 4  # type: ignore[operator]
+            assert bf16[held] == one[0][held] / 6 * bf16["batch"]  # type: ignore[operator]
+
+
 def test_benchmark(tmp_path: Path) -> None:
     results = tmp_path / "results.jsonl"
     run("benchmarks/lora.py", str(results), "--tiny", "--repeats", "1")

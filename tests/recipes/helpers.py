@@ -9,6 +9,7 @@ from rich.console import Console
 from pamm.config import PammConfig
 from pamm.recipes.files import read_json_lines
 from pamm.recipes.settings import Arm, PretrainConfig
+from pamm.recipes.stop import Stop
 
 WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "mixing")
 
@@ -56,3 +57,16 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 def quiet() -> Console:
     return Console(quiet=True)
+
+
+class StopAfter(Stop):
+    """Asks to stop after so many steps."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self.left = steps
+
+    @property
+    def asked(self) -> bool:
+        self.left -= 1
+        return self.left <= 0

@@ -14,17 +14,16 @@ from typer.testing import CliRunner
 from pamm.cli import app
 from pamm.config import PammConfig
 from pamm.errors import ArmFailedError, PammError
-from pamm.recipes import glue as module
+from pamm.recipes import finetune_runs as module
 from pamm.recipes.files import read_json_lines, write_json
-from pamm.recipes.finetune_settings import GlueConfig
-from pamm.recipes.glue import finetune_glue
-from pamm.recipes.glue_plan import Plan
+from pamm.recipes.glue import GluePlan, finetune_glue
 from pamm.recipes.glue_results import markdown
+from pamm.recipes.glue_settings import GlueConfig
 from pamm.recipes.glue_tasks import TASKS, Task, read_tsv
 from pamm.recipes.glue_training import padding_share, train_run
 from pamm.recipes.settings import Arm
 from pamm.recipes.stop import Stop
-from tests.recipes.helpers import WORDS, quiet
+from tests.recipes.helpers import WORDS, StopAfter, quiet
 
 
 def config(folder: Path, **changes: Any) -> GlueConfig:
@@ -71,7 +70,7 @@ def _line(task: str, number: int) -> str:
     return f"{words}\t{number % 2}" if task == "cola" else f"{words}\ta fox\t{number % 5:.1f}"
 
 
-def finish(plan: Plan, score: dict[tuple[float, float], float]) -> list[str]:
+def finish(plan: GluePlan, score: dict[tuple[float, float], float]) -> list[str]:
     """Write results as if all that can be trained had been; returns what that was."""
     done = []
     while todo := plan.to_do():
@@ -159,7 +158,7 @@ class TestSettings:
 class TestPlan:
     def test_the_factor_is_chosen_once_and_the_rate_on_each_task(self, tmp_path: Path) -> None:
         made = config(tmp_path, lrs=(1e-5, 2e-5), lr_factors=(1, 2))
-        plan = Plan(made, tmp_path / "runs")
+        plan = GluePlan(made, tmp_path / "runs")
         score = {(1e-5, 1): 0.1, (2e-5, 1): 0.2, (1e-5, 2): 0.4, (2e-5, 2): 0.3}
         done = finish(plan, score)
         assert len(done) == len(set(done)) == 4 + 2 * (2 + 1) + (1 + 2 + 1)
@@ -171,7 +170,7 @@ class TestPlan:
     def test_an_arm_with_a_factor_of_its_own_is_not_tuned_in_it(self, tmp_path: Path) -> None:
         arm = Arm("pamm", PammConfig(), lr=5e-5, lr_factor=4)
         made = config(tmp_path, arms=(arm,), lrs=(1e-5, 2e-5), lr_factors=(1, 2), tasks=("stsb",))
-        done = finish(Plan(made, tmp_path / "runs"), {(5e-5, 4): 0.5})
+        done = finish(GluePlan(made, tmp_path / "runs"), {(5e-5, 4): 0.5})
         assert done == ["stsb pamm 5e-05 x4 s0", "stsb pamm 5e-05 x4 s1"]
 
     def test_the_table_says_what_is_below_the_spread_of_full_fine_tuning(self) -> None:
@@ -238,19 +237,6 @@ def test_what_the_command_refuses(
     assert not list(tmp_path.iterdir())
 
 
-class _After(Stop):
-    """Asks to stop after so many steps."""
-
-    def __init__(self, steps: int) -> None:
-        super().__init__()
-        self.left = steps
-
-    @property
-    def asked(self) -> bool:
-        self.left -= 1
-        return self.left <= 0
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "step"), [("pamm", 5), ("pamm", 7), ("subspace", 7)])
 def test_a_stopped_run_ends_where_it_would_have_ended(
@@ -258,9 +244,9 @@ def test_a_stopped_run_ends_where_it_would_have_ended(
 ) -> None:
     arm = Arm("kept", PammConfig(method=method), lr_factor=2)
     made = config(tmp_path, arms=(arm,), tasks=("stsb",), seeds=(0,))
-    whole, broken = (Plan(made, tmp_path / name).to_do()[0] for name in ("whole", "broken"))
+    whole, broken = (GluePlan(made, tmp_path / name).to_do()[0] for name in ("whole", "broken"))
     assert train_run(made, whole, Stop())
-    assert not train_run(made, broken, _After(step))  # an epoch has 5
+    assert not train_run(made, broken, StopAfter(step))  # an epoch has 5
     assert not (broken.folder / "result.json").exists()
     assert train_run(made, broken, Stop())
     kept = ("checkpoint-10/model.safetensors", "result.json")
@@ -274,7 +260,7 @@ def test_a_launcher_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_diverged_run_has_no_score_and_is_not_chosen(tmp_path: Path) -> None:
-    plan = Plan(config(tmp_path, lrs=(1e-3, 1.0)), tmp_path / "runs")
+    plan = GluePlan(config(tmp_path, lrs=(1e-3, 1.0)), tmp_path / "runs")
     finish(plan, {(1e-3, 1): 0.1, (1.0, 1): None})  # type: ignore[dict-item]
     assert {run.lr for run in plan.final("cola", plan.config.arms[0])} == {1e-3}
 
@@ -282,7 +268,7 @@ def test_a_diverged_run_has_no_score_and_is_not_chosen(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_loss_that_is_not_finite_scores_nothing(tmp_path: Path) -> None:
     made = config(tmp_path, lrs=(1e12,), tasks=("cola",), seeds=(0,))
-    run = Plan(made, tmp_path / "runs").to_do()[0]
+    run = GluePlan(made, tmp_path / "runs").to_do()[0]
     assert train_run(made, run, Stop())
     assert run.result is not None
     assert run.result["score"] is None
@@ -292,7 +278,7 @@ def test_what_failed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     made = config(tmp_path)
 
     def fail(name: str, folder: Path, workers: int | None) -> None:
-        for run in Plan(made, folder).to_do():
+        for run in GluePlan(made, folder).to_do():
             run.folder.mkdir(parents=True, exist_ok=True)
             (run.folder / "failed.txt").write_text("Traceback\nRuntimeError: out of memory\n")
 

@@ -1,59 +1,33 @@
 """One fine-tuning on the Transformers Trainer; goes on from its last checkpoint."""
 
 import dataclasses
-import json
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.utils.data import Dataset
-from transformers import (
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    PrinterCallback,
-    Trainer,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-    set_seed,
-)
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, Trainer
 
-import pamm
-from pamm.analysis.memory import group_layers, saved_bytes
 from pamm.errors import PammError
-from pamm.integrations.transformers import PammCallback, PammTrainerMixin
+from pamm.integrations.transformers import PammCallback
 from pamm.padding import skip_padding
-from pamm.recipes.callbacks import StopCallback
-from pamm.recipes.files import write_json, write_text
 from pamm.recipes.finetune_metrics import METRICS as SCORES
-from pamm.recipes.finetune_settings import GlueConfig
-from pamm.recipes.glue_plan import GlueRun
+from pamm.recipes.finetune_plan import FinetuneRun
+from pamm.recipes.finetune_training import (
+    PammTrainer,
+    StopWithinEpoch,
+    arguments,
+    begin,
+    fit,
+    held_bytes,
+    quiet,
+    write_result,
+)
+from pamm.recipes.glue_settings import GlueConfig
 from pamm.recipes.glue_tasks import TASKS, Rows, Task, read_task
-from pamm.recipes.results import METRICS, RESULT, finite
 from pamm.recipes.stop import Stop
-from pamm.recipes.training import last_checkpoint
-
-
-class PammTrainer(PammTrainerMixin, Trainer):
-    """A Trainer that converts its model."""
-
-
-class StopWithinEpoch(StopCallback):
-    """Ends an epoch that was cut short without what follows a whole one.
-
-    An evaluation there would move the random state that the checkpoint has saved.
-    """
-
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Take back what the Trainer asked for."""
-        is_cut = state.global_step < state.max_steps and (state.epoch or 0) % 1 != 0
-        if control.should_training_stop and is_cut:
-            control.should_evaluate = control.should_save = False
 
 
 class Encoded(Dataset):
@@ -110,52 +84,44 @@ def load(name: str, task: Task) -> tuple[Any, Any]:
     return tokenizer, model
 
 
-def train_run(config: GlueConfig, run: GlueRun, stop: Stop) -> bool:
+def train_run(config: GlueConfig, run: FinetuneRun, stop: Stop) -> bool:
     """Train one run, from its last checkpoint if there is one.
 
     Returns:
         Whether it is finished and its result written; False if ``stop`` was asked before.
     """
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    task, folder = TASKS[run.task], run.folder
-    folder.mkdir(parents=True, exist_ok=True)
-    checkpoint, _ = last_checkpoint(folder)
-    set_seed(run.seed)
+    checkpoint = begin(run)
+    task = TASKS[run.task]
     tokenizer, model = load(config.model, task)
     places = getattr(model.config, "max_position_embeddings", config.max_length)
     length = min(config.max_length, places, tokenizer.model_max_length)
     train, validation = (
         Encoded(rows, tokenizer, length, task) for rows in read_task(run.task, config.data)
     )
-    trainer = _trainer(config, run, model, Pad(tokenizer), train, validation, stop)
-    if config.skip_padding and _converts(run):
+    pad = Pad(tokenizer)
+    trainer = _trainer(config, run, model, pad, train, validation, stop)
+    if config.skip_padding and run.converts:
         skip_padding(model)
-    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-    if trainer.state.global_step < trainer.state.max_steps:
+    if not fit(quiet(trainer), checkpoint):
         return False
-    history = trainer.state.log_history  # from the first step on: checkpoints carry it
-    lines = [json.dumps({k: _plain(v) for k, v in line.items()}) + "\n" for line in history]
-    write_text(folder / METRICS, "".join(lines))
-    write_json(folder / RESULT, _result(config, run, trainer, train, Pad(tokenizer)))
+    size = config.batch_of(run.task)
+    inputs = {k: v.to(trainer.args.device) for k, v in _longest(train, pad, size).items()}
+    held = held_bytes(model, run.arm.config, inputs, trainer.args.bf16)
+    padding = padding_share(train.lengths(), size, run.seed)
+    write_result(config, run, trainer, {**held, "padding_share": padding})
     return True
-
-
-def _converts(run: GlueRun) -> bool:
-    """Exact arms stay as they are, unless q, k and v have a rate of their own."""
-    return not run.arm.is_exact or run.lr_factor != 1
 
 
 def _trainer(
     config: GlueConfig,
-    run: GlueRun,
+    run: FinetuneRun,
     model: nn.Module,
     pad: Pad,
     train: Encoded,
     validation: Encoded,
     stop: Stop,
 ) -> Trainer:
-    task, cuda = TASKS[run.task], torch.cuda.is_available()
+    task = TASKS[run.task]
 
     def score(predictions: Any) -> dict[str, float]:
         labels, outputs = (
@@ -166,111 +132,26 @@ def _trainer(
         predicted = outputs.squeeze(-1) if task.classes == 1 else outputs.argmax(-1)
         return {"score": SCORES[task.metric](predicted, labels)}
 
-    arguments = TrainingArguments(
-        output_dir=str(run.folder),
-        num_train_epochs=config.epochs,
-        per_device_train_batch_size=config.batch_of(run.task),
-        per_device_eval_batch_size=64,
-        learning_rate=run.lr,
-        lr_scheduler_type="linear",
-        weight_decay=config.weight_decay,
-        bf16=config.precision == "bf16" or (config.precision == "auto" and cuda),
-        use_cpu=not cuda,
-        dataloader_pin_memory=cuda,
-        seed=run.seed,
-        logging_steps=20,
-        logging_nan_inf_filter=False,
-        eval_strategy="epoch",
-        save_strategy="epoch",
-        save_total_limit=1,
-        report_to="none",
-        disable_tqdm=True,
-    )
     common: dict[str, Any] = {
         "model": model,
-        "args": arguments,
+        "args": arguments(config, run),
         "train_dataset": train,
         "eval_dataset": validation,
         "data_collator": pad,
         "compute_metrics": score,
         "callbacks": [StopWithinEpoch(stop)],
     }
-    if _converts(run):
-        drawn = dataclasses.replace(run.arm.config, seed=run.seed)
-        callback = PammCallback(drawn)
-        trainer = PammTrainer(**common, pamm=callback, pamm_lr_factor=run.lr_factor)
-    else:
-        trainer = Trainer(**common)
-    trainer.remove_callback(PrinterCallback)
-    return trainer
+    if not run.converts:
+        return Trainer(**common)
+    callback = PammCallback(dataclasses.replace(run.arm.config, seed=run.seed))
+    return PammTrainer(**common, pamm=callback, pamm_lr_factor=run.lr_factor)
 
 
-def _plain(value: Any) -> Any:
-    return finite(value) if isinstance(value, float) else value
-
-
-def _result(
-    config: GlueConfig, run: GlueRun, trainer: Trainer, train: Encoded, pad: Pad
-) -> dict[str, Any]:
-    history = trainer.state.log_history
-    scores = [line["eval_score"] for line in history if "eval_score" in line]
-    device, size = trainer.args.device, config.batch_of(run.task)
-    held = held_bytes(run, trainer.model, train, pad, size, trainer.args.bf16)  # type: ignore[arg-type]
-    return {
-        "task": run.task,
-        "arm": run.arm.name,
-        "score": finite(scores[-1]),
-        "best_score": max((s for s in scores if math.isfinite(s)), default=None),
-        "lr": run.lr,
-        "lr_factor": run.lr_factor,
-        "seed": run.seed,
-        **held,
-        "padding_share": padding_share(train.lengths(), size, run.seed),
-        "steps": trainer.state.global_step,
-        "epochs": config.epochs,
-        "precision": "bf16 autocast" if trainer.args.bf16 else "fp32",
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "versions": {
-            "pamm": pamm.__version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
-    }
-
-
-def held_bytes(
-    run: GlueRun, model: nn.Module, train: Encoded, pad: Pad, size: int, bf16: bool
-) -> dict[str, int | None]:
-    """Bytes of all q/k/v inputs in one forward pass of the task's longest batch.
-
-    Measured with saved-tensor hooks, beside what the formula predicts and the paper counts.
-    """
-    lengths = train.lengths()
+def _longest(rows: Encoded, pad: Pad, size: int) -> dict[str, Tensor]:
+    """The batch of the task's longest rows: what bytes are measured with."""
+    lengths = rows.lengths()
     longest = sorted(range(len(lengths)), key=lambda i: -lengths[i])[:size]
-    batch = pad([train[index] for index in longest])
-    device = next(model.parameters()).device
-    inputs = {name: tensor.to(device) for name, tensor in batch.items()}
-    tokens = inputs["input_ids"].numel()
-    pamm.revert(model)
-    report = pamm.convert(model, run.arm.config)
-    layers = group_layers(model)
-    if run.arm.is_exact:
-        pamm.revert(model)
-    model.train()
-    with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-        held = saved_bytes(model, layers, lambda: model(**inputs))
-    if bf16:  # layers compute in it, whatever their weights are kept in
-        groups = (dataclasses.replace(group, dtype=torch.bfloat16) for group in report.converted)
-        report = dataclasses.replace(report, converted=tuple(groups))
-    config = run.arm.config
-    is_pamm = config.method == "pamm"
-    return {
-        "held_bytes": sum(held.values()),
-        "predicted_bytes": report.held_bytes(tokens),
-        "paper_bytes": report.paper_bytes(tokens) if is_pamm else None,
-        "held_tokens": tokens,
-        "generators": config.generators(tokens) if is_pamm else None,
-    }
+    return pad([rows[index] for index in longest])
 
 
 def padding_share(lengths: list[int], size: int, seed: int) -> float:

@@ -1,37 +1,27 @@
-"""A worker of a fine-tuning on GLUE: takes one open run after the other.
-
-    python -m pamm.recipes.glue_worker FOLDER
-
-Exit codes: 0 done, 2 refused, 130 stopped with a checkpoint.
-"""
+"""A worker of a fine-tuning on GLUE: ``python -m pamm.recipes.glue_worker FOLDER``."""
 
 import sys
 from pathlib import Path
 
-from pamm.errors import PammError
-from pamm.recipes.console import show_error
-from pamm.recipes.finetune_settings import GlueConfig
-from pamm.recipes.glue_plan import GlueRun, Plan
+from pamm.recipes.finetune_plan import FinetuneRun
+from pamm.recipes.finetune_runs import CONFIG, serve
+from pamm.recipes.glue import GluePlan
+from pamm.recipes.glue_settings import GlueConfig
 from pamm.recipes.stop import Stop
-from pamm.recipes.worker import work_off
 
 
 def main(folder: Path) -> int:
     """Work; returns the exit code."""
-    stop = Stop()
-    stop.listen()
-    try:
-        config = GlueConfig.load(folder / "config.yaml")
 
-        def train(run: GlueRun) -> bool:
-            from pamm.recipes.glue_training import train_run
+    def plan() -> GluePlan:
+        return GluePlan(GlueConfig.load(folder / CONFIG), folder)
 
-            return train_run(config, run, stop)
+    def train(run: FinetuneRun, stop: Stop) -> bool:
+        from pamm.recipes.glue_training import train_run
 
-        return work_off(Plan(config, folder).to_do, lambda run: None, train, stop)
-    except PammError as error:
-        show_error(error)
-        return 2
+        return train_run(plan().config, run, stop)
+
+    return serve(plan, train)
 
 
 if __name__ == "__main__":

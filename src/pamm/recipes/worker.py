@@ -102,11 +102,16 @@ def _take(
             write_text(job.folder / FAILED, traceback.format_exc())
             note = f"failed: {' '.join(str(error).split())}"
         if not keep_checkpoints:
-            for checkpoint in job.folder.glob("checkpoint-*"):
-                shutil.rmtree(checkpoint)
+            remove_checkpoints(job.folder)
         line = f"{job.title}: {note} ({time.monotonic() - start:,.0f} s)"
         Console().print(line, markup=False, highlight=False, soft_wrap=True)
     return True
+
+
+def remove_checkpoints(folder: Path) -> None:
+    """Those of a run that is over."""
+    for checkpoint in folder.glob("checkpoint-*"):
+        shutil.rmtree(checkpoint)
 
 
 def _begin(run: Run) -> None:

@@ -3,22 +3,25 @@
 import dataclasses
 import math
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from pamm.recipes.files import read_json
-from pamm.recipes.finetune_settings import GlueConfig
-from pamm.recipes.glue_tasks import TASKS
+from pamm.recipes.finetune_settings import FinetuneConfig
 from pamm.recipes.results import RESULT
 from pamm.recipes.settings import Arm
 from pamm.recipes.study import FAILED
 
+C = TypeVar("C", bound=FinetuneConfig)
+
 
 @dataclasses.dataclass(frozen=True)
-class GlueRun:
+class FinetuneRun:
     """One fine-tuning: of one task, with one arm, rate, factor and seed."""
 
     task: str
+    metric: str
     arm: Arm
     lr: float
     lr_factor: float
@@ -43,9 +46,14 @@ class GlueRun:
         return read_json(path) if path.exists() else None
 
     @property
+    def converts(self) -> bool:
+        """Exact arms stay as they are, unless q, k and v have a rate of their own."""
+        return not self.arm.is_exact or self.lr_factor != 1
+
+    @property
     def note(self) -> str:
         """What it came to, for people."""
-        return f"{TASKS[self.task].metric} {self.score:.4f}"
+        return f"{self.metric} {self.score:.4f}"
 
     @property
     def score(self) -> float:
@@ -55,21 +63,39 @@ class GlueRun:
         return result["score"] if known else -math.inf  # type: ignore[index]
 
 
-class Plan:
-    """The runs of a configuration, in its folder. What is chosen is read from finished runs."""
+class Plan(Generic[C]):
+    """The runs of a configuration, in its folder. What is chosen is read from finished runs.
 
-    def __init__(self, config: GlueConfig, folder: Path) -> None:
+    Args:
+        config: what is fine-tuned.
+        folder: of all its runs.
+        metrics: the name of the score, by the names of the tasks.
+        factor_task: on which the factor is chosen; may be none of the tasks.
+    """
+
+    columns: tuple[str, ...] = ()
+    """Of a result, that are the same for all seeds and belong in the arm's row."""
+
+    def __init__(
+        self,
+        config: C,
+        folder: Path,
+        metrics: dict[str, str],
+        factor_task: str,
+        tasks: Sequence[str],
+    ) -> None:
         self.config, self.folder = config, folder
+        self.metrics, self.factor_task, self.tasks = metrics, factor_task, tasks
 
-    def to_do(self) -> list[GlueRun]:
+    def to_do(self) -> list[FinetuneRun]:
         """What can be trained now, and is not over."""
-        arms, tasks = self.config.arms, self.config.tasks
+        arms = self.config.arms
         runs = [run for arm in arms for run in self._factor_runs(arm)]
         for stage in (self._lr_runs, self.final):
-            runs += [run for task in tasks for arm in arms for run in stage(task, arm)]
+            runs += [run for task in self.tasks for arm in arms for run in stage(task, arm)]
         return [run for run in {run.folder: run for run in runs}.values() if not run.is_over]
 
-    def final(self, task: str, arm: Arm) -> list[GlueRun]:
+    def final(self, task: str, arm: Arm) -> list[FinetuneRun]:
         """One run for each seed, at the best rate; none while that is not known."""
         best = _best(self._lr_runs(task, arm))
         if best is None:
@@ -79,7 +105,7 @@ class Plan:
     def rows(self) -> list[dict[str, Any]]:
         """One row for each task and arm with a finished final run: mean and spread over seeds."""
         made = []
-        for task in self.config.tasks:
+        for task in self.tasks:
             exact = None
             for arm in self.config.arms:
                 runs = self.final(task, arm)
@@ -95,25 +121,23 @@ class Plan:
         return made
 
     def _row(
-        self, task: str, arm: Arm, runs: list[GlueRun], results: list[dict[str, Any]]
+        self, task: str, arm: Arm, runs: list[FinetuneRun], results: list[dict[str, Any]]
     ) -> dict[str, Any]:
-        scores = [result["score"] for result in results if result["score"] is not None]
         first, lrs = results[0], self._lrs(arm)
-        same = ("held_bytes", "predicted_bytes", "paper_bytes", "held_tokens", "generators")
+        scores = [result["score"] for result in results]
         return {
             "task": task,
             "arm": arm.name,
             "config": arm.to_dict(),
-            "metric": TASKS[task].metric,
-            "mean": statistics.mean(scores) if scores else None,
-            "spread": statistics.stdev(scores) if len(scores) > 1 else None,
-            "scores": scores,
+            "metric": self.metrics[task],
+            **mean_and_spread(scores),
+            "scores": [score for score in scores if score is not None],
             "seeds": len(results),
-            "not_finite": len(results) - len(scores),
+            "not_finite": scores.count(None),
             "lr": runs[0].lr,
             "lr_at_edge": len(lrs) > 1 and runs[0].lr in (lrs[0], lrs[-1]),
             "lr_factor": runs[0].lr_factor,
-            **{key: first[key] for key in (*same, "padding_share", "steps", "device", "versions")},
+            **{key: first[key] for key in (*self.columns, "steps", "device", "versions")},
         }
 
     def _lrs(self, arm: Arm) -> tuple[float, ...]:
@@ -124,15 +148,15 @@ class Plan:
             return (arm.lr_factor,)
         return (1.0,) if arm.is_exact else self.config.lr_factors
 
-    def _factor_runs(self, arm: Arm) -> list[GlueRun]:
+    def _factor_runs(self, arm: Arm) -> list[FinetuneRun]:
         """Every rate with every factor on one task; none if there is nothing to choose."""
-        factors, task, seed = self._factors(arm), self.config.factor_task, self.config.seeds[0]
+        factors, task, seed = self._factors(arm), self.factor_task, self.config.seeds[0]
         if len(factors) == 1:
             return []
         pairs = [(lr, factor) for factor in factors for lr in self._lrs(arm)]
         return [self._run(task, arm, lr, factor, seed) for lr, factor in pairs]
 
-    def _lr_runs(self, task: str, arm: Arm) -> list[GlueRun]:
+    def _lr_runs(self, task: str, arm: Arm) -> list[FinetuneRun]:
         """Every rate on a task, with the chosen factor; none while that is not known."""
         factors = self._factors(arm)
         best = _best(self._factor_runs(arm))
@@ -142,12 +166,21 @@ class Plan:
         seed = self.config.seeds[0]
         return [self._run(task, arm, lr, factor, seed) for lr in self._lrs(arm)]
 
-    def _run(self, task: str, arm: Arm, lr: float, factor: float, seed: int) -> GlueRun:
+    def _run(self, task: str, arm: Arm, lr: float, factor: float, seed: int) -> FinetuneRun:
         name = f"lr-{lr:g}_factor-{factor:g}_seed-{seed}"
         folder = self.folder / "runs" / task / arm.folder / name
-        return GlueRun(task, arm, lr, factor, seed, folder)
+        return FinetuneRun(task, self.metrics[task], arm, lr, factor, seed, folder)
 
 
-def _best(runs: list[GlueRun]) -> GlueRun | None:
+def mean_and_spread(values: Sequence[float | None]) -> dict[str, float | None]:
+    """``mean`` and standard deviation, ``spread``, of those that are known."""
+    known = [value for value in values if value is not None]
+    return {
+        "mean": statistics.mean(known) if known else None,
+        "spread": statistics.stdev(known) if len(known) > 1 else None,
+    }
+
+
+def _best(runs: list[FinetuneRun]) -> FinetuneRun | None:
     """The run with the highest score, the first of equals; None unless all are over."""
     return max(runs, key=lambda run: run.score) if runs and all(r.is_over for r in runs) else None

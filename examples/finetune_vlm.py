@@ -1,0 +1,37 @@
+"""LoRA on a model of images and text against the same with PAMM, on images by class, from Python.
+
+    python examples/finetune_vlm.py my-model my-images    # my-images/CLASS/*.jpg
+    python examples/finetune_vlm.py small-pixtral drawn   # random weights, drawn images
+
+Needs pamm-torch[train,peft,plots]. The same as ``pamm finetune vlm`` with a file.
+"""
+
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from pamm import PammConfig
+from pamm.recipes.vlm import finetune_vlm
+from pamm.recipes.vlm_settings import VlmArm, VlmConfig
+
+
+def main(model: str, data: str, output: Path = Path("runs")) -> None:
+    config = VlmConfig(
+        name="finetune-vlm-example",
+        model=model,
+        data=data,
+        lora={"r": 16, "lora_alpha": 16},
+        arms=(
+            VlmArm("lora", PammConfig("exact")),
+            VlmArm("lora+pamm", PammConfig(ratio=1 / 512), vision=PammConfig(ratio=1 / 128)),
+        ),
+        batch_size=4,
+        seeds=(0,),
+    )
+    for row in finetune_vlm(config, output, Console()):
+        print(row["arm"], "macro F1", row["mean"], row["towers"])
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:3])
