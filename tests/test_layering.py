@@ -23,7 +23,7 @@ LAYERS = (
     {"stream"},
     {"compressors"},
     {"autograd", "functional"},
-    {"sharing", "nn", "recompute"},
+    {"sharing", "nn", "recompute", "weightless"},
     {"adapters", "groups", "probe"},
     {"report", "bypass", "surgery", "optim", "fidelity", "padding"},
     {"integrations"},

@@ -19,7 +19,7 @@ from pamm.example import Example
 from pamm.groups import TARGETS, Found, find
 from pamm.nn import Pamm, features, groups, is_linear, is_pamm
 from pamm.probe import Input, probe
-from pamm.recompute import Recomputing, attach, detach, recomputed_groups
+from pamm.recompute import Recomputing, attach, detach
 from pamm.report import ConvertedGroup, Report, SkippedGroup, merge_skipped
 from pamm.sharing import Group
 from pamm.stream import Stream
@@ -142,6 +142,11 @@ def revert(model: nn.Module) -> int:
     return len(layers) + detach(model)
 
 
+def is_converted(model: nn.Module) -> bool:
+    """Whether any layer of ``model`` is converted."""
+    return any(isinstance(module, Pamm | Recomputing) for module in model.modules())
+
+
 def seek(model: nn.Module, step: int) -> None:
     """Position the draws of every group at the beginning of training step ``step``.
 
@@ -155,7 +160,7 @@ def seek(model: nn.Module, step: int) -> None:
     if step < 0:
         raise PammError(f"step is {step}; give the number of the training step, 0 or above.")
     found = groups(model)
-    if not found and not recomputed_groups(model):
+    if not is_converted(model):
         raise PammError("this model has no PAMM layers; call pamm.convert(model) first.")
     for group in found:
         group.stream.seek(step)

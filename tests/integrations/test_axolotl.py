@@ -25,11 +25,11 @@ def test_axolotl_loads_the_plugin_by_the_name_in_its_file() -> None:
 def test_the_callback_converts_the_model(tmp_path: Path) -> None:
     model = llama()
     (callback,) = PammPlugin().add_callbacks_pre_trainer(
-        DictDefault({"pamm": {"ratio": "1/8"}}), model
+        DictDefault({"pamm": {"ratio": "1/8", "targets": ["attention", "mlp"]}}), model
     )
     trainer(tmp_path, callback, model).train()
     assert callback.config == pamm.PammConfig(ratio=1 / 8)
-    assert len(pamm_layers(model)) == 6
+    assert len(pamm_layers(model)) == 10  # q, k, v, gate and up of two blocks
 
 
 def test_a_wrong_key_is_refused_when_the_file_is_read() -> None:

@@ -1,3 +1,4 @@
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -6,7 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
 
 import pamm
 from pamm.integrations.transformers import PammCallback
@@ -94,6 +102,37 @@ def test_include_and_exclude_are_those_of_convert(tmp_path: Path) -> None:
     model = llama()
     trainer(tmp_path, PammCallback(CONFIG, include="model.layers.1.*"), model)
     assert [group.name.split(".")[2] for group in groups(model)] == ["1"]
+
+
+def test_other_targets_and_wider_groups(tmp_path: Path) -> None:
+    model = llama()
+    trainer(tmp_path / "1", PammCallback(CONFIG, targets=("attention", "mlp")), model).train()
+    assert len(pamm_layers(model)) == 10  # q, k, v, gate and up of two blocks
+    parallel = PhiForCausalLM(
+        PhiConfig(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+        )
+    )
+    trainer(tmp_path / "2", PammCallback(CONFIG, widen=True), parallel).train()
+    assert [group.name for group in groups(parallel)] == [
+        "model.layers.0.{self_attn.{q_proj,k_proj,v_proj},mlp.fc1}"
+    ]
+
+
+def test_the_side_file_of_a_model_converted_before_does_not_make_up_settings(
+    tmp_path: Path,
+) -> None:
+    model = llama()
+    pamm.convert(model, pamm.PammConfig("recompute"))
+    trainer(tmp_path, PammCallback(CONFIG), model).train()
+    written = json.loads((tmp_path / "checkpoint-4" / "pamm_config.json").read_text())
+    assert written == {
+        "groups": [f"model.layers.{n}.self_attn.{{q_proj,k_proj,v_proj}}" for n in range(2)]
+    }
 
 
 def test_a_model_converted_before_is_left_alone(tmp_path: Path) -> None:

@@ -18,11 +18,12 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from pamm.bypass import refuse_bypasses
 from pamm.config import PammConfig
 from pamm.errors import PammError
+from pamm.example import Example
 from pamm.fidelity import watch
 from pamm.nn import groups
 from pamm.recompute import recomputed_groups
 from pamm.report import Report
-from pamm.surgery import Selector, carried, convert, seek
+from pamm.surgery import Selector, carried, convert, is_converted, seek
 
 _log = logging.getLogger(__name__)
 
@@ -45,8 +46,8 @@ class PammCallback(TrainerCallback):
 
     Args:
         config: how inputs are kept; the defaults of ``PammConfig`` if left out.
-        include: which layers, as in ``pamm.convert``.
-        exclude: which not.
+        include, exclude, targets, widen, example: as in ``pamm.convert``. For several settings
+            convert the model before the Trainer is made.
 
     Raises:
         PammError: when the Trainer is made, for the reasons of ``pamm.convert``.
@@ -66,9 +67,19 @@ class PammCallback(TrainerCallback):
         *,
         include: Selector = None,
         exclude: Selector = None,
+        targets: str | Iterable[str] = "attention",
+        widen: bool = False,
+        example: Example | None = None,
     ) -> None:
         self.config = config or PammConfig()
-        self._select: dict[str, Any] = {"include": include, "exclude": exclude}
+        self._select: dict[str, Any] = {
+            "include": include,
+            "exclude": exclude,
+            "targets": targets,
+            "widen": widen,
+            "example": example,
+        }
+        self._converted: list[str] = []
 
     def on_init_end(
         self,
@@ -127,9 +138,12 @@ class PammCallback(TrainerCallback):
 
     def write_side_file(self, folder: Path) -> None:
         """Write ``pamm_config.json``: the settings, and the groups by name."""
-        made = [] if self.report is None else [group.name for group in self.report.converted]
-        text = json.dumps({**self.config.to_dict(), "groups": made}, indent=2)
+        text = json.dumps({**self.settings(), "groups": self._converted}, indent=2)
         (folder / SIDE_FILE).write_text(text + "\n", encoding="utf-8")
+
+    def settings(self) -> dict[str, Any]:
+        """How inputs are kept; empty for a model that was converted before, by other settings."""
+        return {} if self.report is None else self.config.to_dict()
 
     def _resume(self, model: nn.Module, args: TrainingArguments, state: TrainerState) -> None:
         """Give the groups back what they carried when the checkpoint was written."""
@@ -145,13 +159,13 @@ class PammCallback(TrainerCallback):
             _log.warning("%s is not there: directions are found anew in the first steps.", path)
 
     def _convert(self, model: nn.Module, state: TrainerState) -> None:
-        if groups(model) or recomputed_groups(model):
-            return
-        self.report = convert(model, self.config, **self._select)
+        if not is_converted(model):
+            self.report = convert(model, self.config, **self._select)
+        self._converted = [group.name for group in groups(model)] + [*recomputed_groups(model)]
         tag = getattr(model, "add_model_tags", None)
         if tag is not None:
             tag(["pamm"])
-        if state.is_world_process_zero:
+        if self.report is not None and state.is_world_process_zero:
             _log.info("%s", self.report)
 
 
@@ -266,10 +280,13 @@ class PammTrainerMixin:
                 card.write_text(f"{text.rstrip()}\n\n{self._section()}", encoding="utf-8")
 
     def _section(self) -> str:
-        settings = "\n".join(f"- {k}: {v}" for k, v in self.pamm.config.to_dict().items())
-        count = len(self.pamm.report.converted) if self.pamm.report else 0
-        return (
-            f"## PAMM\n\nThe weight gradients of {count} groups of attention projections were "
-            "approximate in training (`pamm-torch`). Forward passes are exact, and using the model "
-            f"needs nothing of it.\n\n{settings}\n- lr_factor: {self._pamm_lr_factor}\n"
-        )
+        model: Any = self.model  # type: ignore[attr-defined]
+        kept, again = len(groups(model)), len(recomputed_groups(model))
+        text = "## PAMM\n\nTrained with `pamm-torch`. "
+        if kept:
+            text += f"The weight gradients of {kept} groups of linear layers were approximate. "
+        if again:
+            text += f"The inputs of {again} groups were computed again in backward, exactly. "
+        text += "Forward passes are exact, and using the model needs nothing of it.\n\n"
+        settings = self.pamm.settings() | {"lr_factor": self._pamm_lr_factor}
+        return text + "".join(f"- {name}: {value}\n" for name, value in settings.items())
