@@ -188,8 +188,8 @@ def test_experts_in_fp32() -> None:
     """Their grouped product is known on ``meta`` for bf16 alone."""
     config = Qwen3MoeConfig(
         hidden_size=32, intermediate_size=64, moe_intermediate_size=16, num_experts=4,
-        num_experts_per_tok=2, num_hidden_layers=1, num_attention_heads=2, vocab_size=64,
-        use_cache=False, experts_implementation="grouped_mm",
+        num_experts_per_tok=2, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+        vocab_size=64, use_cache=False, experts_implementation="grouped_mm",
     )  # fmt: skip
     with torch.device("meta"):
         model = Qwen3MoeForCausalLM(config).train()

@@ -66,6 +66,11 @@ class DryRun:
             each.bytes for each in self.kept if each.keepers <= layers and not each.is_weight
         )
 
+    def read(self, layers: set[str]) -> int:
+        """Bytes of inputs of these layers, whoever keeps them."""
+        numbers = {number for layer in layers for number in self.inputs.get(layer, ())}
+        return sum(self.kept[number].bytes for number in numbers)
+
     def below(self, prefix: str) -> int:
         """Bytes kept by a module or by modules in it."""
         dot = f"{prefix}."
