@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from pamm.compressors import Compressor
 from pamm.functional import autocast_dtype, cast_weights_like_autocast, linear_from_state
 from pamm.sharing import Group
 from pamm.swap import Swapped, mixed, restore
@@ -57,6 +58,8 @@ class Pamm(Swapped):
     bias: nn.Parameter | None
     pamm_group: Group
     pamm_member: int
+    pamm_watcher: Compressor | None = None
+    """Computes the weight gradient in place of the group's method (``pamm.fidelity.watch``)."""
 
     @classmethod
     def adopt(cls, layer: nn.Module, group: Group, member: int) -> None:
@@ -83,8 +86,10 @@ class Pamm(Swapped):
         self, input: Tensor, dtype: torch.dtype, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
         """The layer in ``dtype``, with what the group shares."""
-        cast, state = self.pamm_group.share(self.pamm_member, input, dtype)
-        return linear_from_state(input, cast, weight, bias, self.pamm_group.method, state)
+        group = self.pamm_group
+        cast, state = group.share(self.pamm_member, input, dtype)
+        method = self.pamm_watcher or group.method
+        return linear_from_state(input, cast, weight, bias, method, state)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """``.to(device)`` takes the group along: a compiled layer would notice it move later."""

@@ -194,10 +194,10 @@ class PammTrainerMixin:
         pamm_lr_factor: the learning rate of weights trained by PAMM, as a factor of the others'
             (see ``pamm.param_groups``).
         pamm_log_steps: measure every so many steps, and log with the next loss:
-            ``pamm_held_bytes``, ``pamm_dropped_share``, ``pamm_cosine/GROUP`` and
-            ``pamm_relative_error/GROUP`` (``pamm.fidelity``). 0 is never.
-        pamm_log_groups: patterns of group names to compare with the exact gradient; the middle
-            group if left out.
+            ``pamm_held_bytes``, ``pamm_dropped_share``, ``pamm_cosine/LAYER`` and
+            ``pamm_relative_error/LAYER`` (``pamm.fidelity``). 0 is never.
+        pamm_log_layers: patterns of names to compare with the exact gradient, of layers or of
+            groups; the middle group and its layers if left out.
         args, kwargs: the Trainer's.
 
     Raises:
@@ -216,7 +216,7 @@ class PammTrainerMixin:
         pamm: PammCallback | PammConfig,
         pamm_lr_factor: float,
         pamm_log_steps: int = 0,
-        pamm_log_groups: Iterable[str] | None = None,
+        pamm_log_layers: Iterable[str] | None = None,
         **kwargs: Any,
     ) -> None:
         if not (math.isfinite(pamm_lr_factor) and pamm_lr_factor > 0):
@@ -225,7 +225,7 @@ class PammTrainerMixin:
             raise PammError(f"pamm_log_steps is {pamm_log_steps}; give 0 (never) or more.")
         self.pamm = pamm if isinstance(pamm, PammCallback) else PammCallback(pamm)
         self._pamm_lr_factor = pamm_lr_factor
-        self._pamm_log_steps, self._pamm_log_groups = pamm_log_steps, pamm_log_groups
+        self._pamm_log_steps, self._pamm_log_layers = pamm_log_steps, pamm_log_layers
         self._pamm_metrics: dict[str, float] = {}
         self._pamm_watched_step = -1
         kwargs["callbacks"] = [*(kwargs.get("callbacks") or ()), self.pamm]
@@ -249,7 +249,7 @@ class PammTrainerMixin:
         if not every or step % every or step == self._pamm_watched_step:
             return super().training_step(model, *args, **kwargs)  # type: ignore[misc]
         self._pamm_watched_step = step
-        with watch(model, self._pamm_log_groups) as watched:
+        with watch(model, self._pamm_log_layers) as watched:
             loss = super().training_step(model, *args, **kwargs)  # type: ignore[misc]
         self._pamm_metrics = {f"pamm_{name}": n for name, n in watched.metrics().items()}
         return loss
