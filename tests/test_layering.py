@@ -33,7 +33,9 @@ LAYERS = (
     {"cli", "__main__"},
 )
 THIRD_PARTY = {
-    "integrations": {"transformers", "safetensors", "peft", "lightning", "axolotl", "pydantic"},
+    "integrations": {
+        *("transformers", "safetensors", "peft", "lightning", "axolotl", "pydantic", "torchtitan")
+    },
     "analysis": {"matplotlib", "transformers", "numpy"},
     "recipes": {
         "transformers",

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from torch import Tensor, nn
 
 from pamm.adapters import PammAdapter, attach_adapters, detach_adapters, dtypes, is_adapter, is_cast
-from pamm.bypass import refuse_bypasses
+from pamm.bypass import fused, refuse_bypasses
 from pamm.compressors import compressor
 from pamm.config import PammConfig
 from pamm.errors import NothingToConvertError, PammError, PartialGroupError
@@ -113,7 +113,7 @@ def _survey(
     found: list[Found] = []
     skipped = []
     for group in find(model, targets, inputs, widen):
-        reason = _reason(group, config, include, exclude)
+        reason = _reason(group, config, include, exclude) or fused(model, group.layers)
         if config.method == "recompute" and is_cast(model, group.layers):
             reason = "PEFT casts X to the dtype of the adapter, and the copy is not made again"
         if reason:
@@ -269,7 +269,9 @@ def _obstacle(layers: dict[str, nn.Module]) -> str | None:
         if isinstance(layer, Pamm | Recomputing):
             return "already converted"
         if not is_linear(layer):
-            return f"{name} is {type(layer).__name__}, not nn.Linear"
+            kind = type(layer)
+            whose = f"{kind.__module__}." if kind.__name__ == "Linear" else ""
+            return f"{name} is {whose}{kind.__name__}, not nn.Linear"
         if type(layer.weight) is not nn.Parameter:
             return f"the weight of {name} is {type(layer.weight).__name__}, not a plain Parameter"
         if not layer.weight.is_floating_point():

@@ -154,6 +154,21 @@ def test_a_model_without_attention_is_an_error_and_not_a_silent_exact_run(tmp_pa
         trainer(tmp_path, PammCallback(CONFIG), model)
 
 
+@pytest.mark.parametrize("count", [1, 6])
+def test_layers_that_are_replaced_after_conversion_are_an_error(tmp_path: Path, count: int) -> None:
+    """As Accelerate does when it prepares a model for fp8."""
+    model = llama()
+    made = trainer(tmp_path, PammCallback(CONFIG), model)
+    names = [name for name, layer in model.named_modules() if layer in pamm_layers(model)]
+    for name in names[:count]:
+        parent, _, child = name.rpartition(".")
+        old = model.get_submodule(name)
+        new = type("Float8Linear", (torch.nn.Linear,), {})(old.in_features, old.out_features, False)
+        setattr(model.get_submodule(parent), child, new)
+    with pytest.raises(pamm.PammError, match=r"groups are gone|is Float8Linear, not nn\.Linear"):
+        made.train()
+
+
 def test_the_model_that_model_init_makes_anew_is_converted_too(tmp_path: Path) -> None:
     made = trainer(tmp_path, PammCallback(CONFIG))
     first = made.model

@@ -6,6 +6,7 @@ Both work with the trainers of TRL, which are Trainers.
 import json
 import logging
 import math
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from pamm.config import PammConfig
 from pamm.errors import PammError
 from pamm.example import Example
 from pamm.fidelity import watch
-from pamm.nn import groups
+from pamm.nn import groups, is_pamm
 from pamm.recompute import recomputed_groups
 from pamm.report import Report
 from pamm.surgery import Selector, carried, convert, is_converted, seek
@@ -102,6 +103,7 @@ class PammCallback(TrainerCallback):
         model = kwargs["model"]
         refuse_bypasses(model)
         self._convert(model, state)
+        self._check(model)
         self._resume(model, args, state)
         checkpointing = any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
         if checkpointing and state.is_world_process_zero:
@@ -159,14 +161,33 @@ class PammCallback(TrainerCallback):
             _log.warning("%s is not there: directions are found anew in the first steps.", path)
 
     def _convert(self, model: nn.Module, state: TrainerState) -> None:
-        if not is_converted(model):
+        is_new = not is_converted(model)
+        if is_new:
             self.report = convert(model, self.config, **self._select)
-        self._converted = [group.name for group in groups(model)] + [*recomputed_groups(model)]
+        if is_new or not self._converted:
+            self._converted = _groups(model)
         tag = getattr(model, "add_model_tags", None)
         if tag is not None:
             tag(["pamm"])
         if self.report is not None and state.is_world_process_zero:
             _log.info("%s", self.report)
+
+    def _check(self, model: nn.Module) -> None:
+        """What prepares a model for fp8 puts layers of its own in place of converted ones."""
+        lost = sorted({*self._converted} - {*_groups(model)})
+        if lost:
+            raise PammError(
+                f"{len(lost)} of {len(self._converted)} converted groups are gone, {lost[0]} for "
+                "one: something has put other layers in their place since, as training in fp8 "
+                "does. Train in bf16."
+            )
+
+
+def _groups(model: nn.Module) -> list[str]:
+    """Names of the groups whose layers are all there."""
+    count = {group.name: len(group.layers) for group in groups(model)}
+    there = Counter(layer.pamm_group.name for layer in model.modules() if is_pamm(layer))
+    return [name for name in count if there[name] == count[name]] + [*recomputed_groups(model)]
 
 
 def _split_param_groups(optimizer: Optimizer, model: nn.Module, lr_factor: float) -> None:
