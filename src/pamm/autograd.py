@@ -12,13 +12,12 @@ Saved for backward: W and the state. A Function and not a pair of saved-tensor h
 would rebuild X in backward, a tensor of tokens times features, and take the whole product with it.
 """
 
-import inspect
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from pamm.compressors import Compressor
 
@@ -26,8 +25,11 @@ from pamm.compressors import Compressor
 class CompressedLinear(torch.autograd.Function):
     """``F.linear`` with a weight gradient from ``state``; apply through ``functional``."""
 
+    # Not in two parts, with setup_context: ``apply`` would look up the signature of ``forward`` at
+    # every call, which takes as long as launching two kernels.
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any,
         x: Tensor,
         cast: Tensor | None,
         weight: Tensor,
@@ -35,14 +37,9 @@ class CompressedLinear(torch.autograd.Function):
         compressor: Compressor,
         *state: Tensor,
     ) -> Tensor:
+        ctx.compressor, ctx.dtype = compressor, x.dtype
+        ctx.save_for_backward(weight if ctx.needs_input_grad[0] else None, *state)
         return F.linear(x if cast is None else cast, weight, bias)
-
-    @staticmethod
-    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, _, weight, _, compressor, *state = inputs
-        ctx.compressor, ctx.dtype = compressor, x.dtype  # type: ignore[attr-defined]
-        needs_x = ctx.needs_input_grad[0]  # type: ignore[attr-defined]
-        ctx.save_for_backward(weight if needs_x else None, *state)  # type: ignore[arg-type]
 
     @staticmethod
     @once_differentiable
@@ -58,9 +55,3 @@ class CompressedLinear(torch.autograd.Function):
         grad_weight = ctx.compressor.weight_grad(tuple(state), rows) if needs_weight else None
         grad_bias = grad.sum_to_size(grad.shape[-1]) if needs_bias else None
         return grad_x, None, grad_weight, grad_bias, None, *(None for _ in state)
-
-
-# ``apply`` looks up the signature of ``forward`` at every call, which takes as long as launching
-# two kernels. Where it finds one ready, it takes that.
-_forward: Any = CompressedLinear.forward
-_forward.__signature__ = inspect.signature(_forward)

@@ -1,6 +1,6 @@
 """Sizes of tiles and how work is split: every choice that is about speed and not about results.
 
-Each kernel has a few tiles to choose from. The first was the best on one H100
+Each kernel has a few tiles to choose from. The first was the best on one H200
 (benchmarks/results) and serves until ``pamm bench tune`` has timed them on the GPU at hand, which
 writes its choices to ``cache_file()``.
 """
@@ -60,18 +60,16 @@ def _assign(k: int, dtype: torch.dtype) -> list[Tile]:
             _tile(BLOCK_T=128, BLOCK_K=128, BLOCK_N=64, warps=8, stages=3),
             _tile(BLOCK_T=64, BLOCK_K=128, BLOCK_N=64, warps=4, stages=3),
         ]
-    return [
-        _tile(BLOCK_T=128, BLOCK_K=block_k, BLOCK_N=128, warps=8, stages=4),
-        _tile(BLOCK_T=64, BLOCK_K=block_k, BLOCK_N=128, warps=4, stages=3),
-        _tile(BLOCK_T=128, BLOCK_K=block_k, BLOCK_N=64, warps=4, stages=4),
-    ]
+    wide = _tile(BLOCK_T=64, BLOCK_K=block_k, BLOCK_N=128, warps=4, stages=3)
+    high = _tile(BLOCK_T=128, BLOCK_K=block_k, BLOCK_N=64, warps=4, stages=3)
+    return [high, wide] if block_k == 64 else [wide, high]
 
 
 def _segment_sum(k: int, dtype: torch.dtype) -> list[Tile]:
     block_k = min(SORTED_ABOVE, max(16, power_of_2(k)))
     if dtype == torch.float32:
         return [_tile(BLOCK_T=32, BLOCK_M=64, BLOCK_K=min(64, block_k), warps=4, stages=2)]
-    warps = 8 if block_k == SORTED_ABOVE else 4
+    warps = 4 if block_k <= 32 else 8
     return [
         _tile(BLOCK_T=128, BLOCK_M=128, BLOCK_K=block_k, warps=warps, stages=3),
         _tile(BLOCK_T=64, BLOCK_M=128, BLOCK_K=block_k, warps=4, stages=4),
@@ -91,17 +89,16 @@ def _sorted_sum(k: int, dtype: torch.dtype) -> list[Tile]:
     if dtype == torch.float32:
         return [_tile(BLOCK_T=32, BLOCK_M=64, WINDOW=16, warps=4, stages=2)]
     return [
+        _tile(BLOCK_T=128, BLOCK_M=256, WINDOW=16, warps=4, stages=2),
         _tile(BLOCK_T=64, BLOCK_M=128, WINDOW=16, warps=4, stages=2),
-        _tile(BLOCK_T=128, BLOCK_M=128, WINDOW=16, warps=4, stages=2),
-        _tile(BLOCK_T=64, BLOCK_M=256, WINDOW=16, warps=8, stages=2),
     ]
 
 
 def _sorted_expand(k: int, dtype: torch.dtype) -> list[Tile]:
     del k, dtype
     return [
-        _tile(BLOCK_M=32, BLOCK_N=128, BLOCK_K=32, warps=4, stages=2),
-        _tile(BLOCK_M=16, BLOCK_N=256, BLOCK_K=32, warps=4, stages=2),
+        _tile(BLOCK_M=32, BLOCK_N=128, BLOCK_K=64, warps=8, stages=2),
+        _tile(BLOCK_M=64, BLOCK_N=128, BLOCK_K=64, warps=8, stages=2),
     ]
 
 
@@ -157,10 +154,12 @@ def chunk_size(tokens: int) -> int:
 def splits(tokens: int, m: int, k: int, sizes: Tile, device: torch.device) -> tuple[int, int]:
     """Into how many parts the tokens are split, and the tokens of each.
 
-    Two programs a multiprocessor, but no more than 32 parts: each is read again to be added up.
+    As many programs as run at the same time, but no more than 64 parts: each is read again to be
+    added up.
     """
+    at_once = (3 if sizes["BLOCK_K"] <= 32 else 2) * multiprocessors(device)
     tiles = ceil_div(m, sizes["BLOCK_M"]) * ceil_div(k, sizes["BLOCK_K"])
-    parts = min(32, 2 * multiprocessors(device) // tiles, ceil_div(tokens, sizes["BLOCK_T"]))
+    parts = min(64, at_once // tiles, ceil_div(tokens, sizes["BLOCK_T"]))
     parts = max(1, parts)
     each = ceil_div(ceil_div(tokens, parts), sizes["BLOCK_T"]) * sizes["BLOCK_T"]
     return ceil_div(tokens, each), each
