@@ -36,6 +36,16 @@ def fused(model: nn.Module, layers: Iterable[str]) -> str | None:
     return None
 
 
+def checkpointing(model: nn.Module) -> str | None:
+    """What activation checkpointing does to PAMM, if ``model`` says that it is on."""
+    if not any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        return None
+    return (
+        "activation checkpointing is on: checkpointed blocks keep no X until backward, so PAMM "
+        "frees next to nothing in them and compresses twice. Turn it off if memory allows."
+    )
+
+
 def _forward_of(module: nn.Module) -> str:
     """The Python module that defines what runs when ``module`` is called."""
     return getattr(getattr(module, "forward", None), "__module__", None) or ""

@@ -213,6 +213,17 @@ def test_one_that_does_not_is_an_error_and_not_a_silent_exact_run(tmp_path: Path
         trainer(tmp_path, PammCallback()).fit(module, data())
 
 
+@pytest.mark.parametrize("on", [True, False])
+def test_activation_checkpointing_is_said(
+    tmp_path: Path, on: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = Regression()
+    module.model.gradient_checkpointing = on
+    with caplog.at_level(logging.WARNING, logger="pamm"):
+        trainer(tmp_path, PammCallback(CONFIG)).fit(module, data())
+    assert ("activation checkpointing is on" in caplog.text) == on
+
+
 def test_validation_alone_converts_nothing(tmp_path: Path) -> None:
     module = Regression()
     module.validation_step = module.training_step  # type: ignore[method-assign]

@@ -7,7 +7,7 @@ from typing import Any
 import lightning
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from pamm.bypass import refuse_bypasses
+from pamm.bypass import checkpointing, refuse_bypasses
 from pamm.config import PammConfig
 from pamm.errors import PammError
 from pamm.example import Example
@@ -86,6 +86,9 @@ class PammCallback(lightning.Callback):
                 f"{type(pl_module).__name__} makes its model in configure_model and does not "
                 "convert it; call pamm.convert there, before the model is sharded."
             )
+        notice = checkpointing(pl_module)
+        if notice and trainer.is_global_zero:
+            _log.warning("%s", notice)
         self._step = -1
 
     def on_save_checkpoint(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from pamm.bypass import refuse_bypasses
+from pamm.bypass import checkpointing, refuse_bypasses
 from pamm.config import PammConfig
 from pamm.errors import PammError
 from pamm.example import Example
@@ -105,13 +105,9 @@ class PammCallback(TrainerCallback):
         self._convert(model, state)
         self._check(model)
         self._resume(model, args, state)
-        checkpointing = any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
-        if checkpointing and state.is_world_process_zero:
-            _log.warning(
-                "activation checkpointing is on: checkpointed blocks keep no X until backward, so "
-                "PAMM frees next to nothing in them and compresses twice. Turn it off "
-                "(activation_checkpointing=False) if memory allows."
-            )
+        notice = checkpointing(model)
+        if notice and state.is_world_process_zero:
+            _log.warning("%s", notice)
 
     def on_step_begin(
         self,
