@@ -40,15 +40,15 @@ def attention(n: int = 32, m: int = 24, **config: Any) -> nn.ModuleDict:
     return model
 
 
-@pytest.mark.parametrize("n", [1, 5, 16, 64, 100, 512, 4096])
-@pytest.mark.parametrize("ratio", [1e-3, 1 / 8, 1 / 4, 1.0])
-def test_directions_are_whole_tiles(n: int, ratio: float) -> None:
-    carried, fresh = subspace.directions(ratio, n)
-    assert fresh >= 1
-    assert carried >= 0
-    assert carried + fresh <= n
-    assert carried + fresh == n or (carried + fresh) % 16 == 0
-    assert carried + fresh >= min(n, ratio * n)
+@pytest.mark.parametrize("n", [1, 2, 5, 16, 64, 100, 512, 4096])
+@pytest.mark.parametrize("ratio", [1e-3, 1 / 8, 3 / 8, 1.0])
+def test_directions_are_a_third_each_in_whole_tiles(n: int, ratio: float) -> None:
+    fine, coarse, fresh = subspace.directions(ratio, n)
+    assert fine == coarse == fresh or (n < 3 and (fine, coarse, fresh) == (0, 0, 1))
+    assert fine + coarse + fresh <= n
+    assert fresh % 16 == 0 or fresh == max(1, n // 3)
+    if 48 <= ratio * n <= n - 48:
+        assert abs(fine + coarse + fresh - ratio * n) <= 24
 
 
 def test_fresh_directions_are_orthogonal_to_the_carried() -> None:
@@ -73,13 +73,18 @@ def test_the_gradient_is_unbiased_over_draws() -> None:
     assert relative_error(total / 6, g.T @ x) < 1e-14
 
 
-def test_rounding_is_unbiased() -> None:
-    z = torch.randn(3, 10, device=DEVICE)
-    z = z.repeat(20_000, 1)
-    codes, scale = ops.encode(z, torch.tensor([3, 5], device=DEVICE), "auto")
-    mean = (ops.decode(codes, 10, torch.float32, "auto") * scale).view(-1, 3, 10).mean(0)
-    # The error of one number is at most a scale, that of the mean of 20,000 a few thousandths.
-    assert ((mean - z[:3]).abs() <= 5e-3 * 5 * scale).all()
+def test_rounding_is_right_on_the_average_and_fine_where_it_should_be() -> None:
+    """For normal numbers, rare tokens that are ten times as large included."""
+    z = torch.randn(20_000, 96, device=DEVICE, dtype=torch.float64)
+    z[::50] *= 10
+    codes, size, scale = ops.encode(z, 48, "auto")
+    value = ops.decode(codes, size, 48, 96, "auto") * scale
+    for rows in (slice(0, None, 50), slice(1, None, 50)):
+        for columns, noise in ((slice(0, 48), 0.014), (slice(48, 96), 0.135)):
+            part, other = z[rows, columns], value[rows, columns]
+            slope = float((part * other).sum() / part.square().sum())
+            assert abs(slope - 1) < 0.02
+            assert relative_error(other, part) ** 2 < 1.15 * noise
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -91,7 +96,7 @@ def test_rounding_is_unbiased() -> None:
     suppress_health_check=[HealthCheck.too_slow],
 )
 @given(
-    tokens=st.integers(0, 200),
+    tokens=st.integers(0, 100),
     k=st.integers(1, 70),
     scale=st.sampled_from([1e-3, 1.0, 1e3]),
     zeros=st.booleans(),
@@ -104,23 +109,28 @@ def test_kernels_equal_their_twins(
     z = (scale * torch.randn(tokens, k, device=DEVICE)).to(dtype)
     if zeros:
         z[:, 0] = 0
-    drawn = torch.tensor([seed, 3, 5 * seed + 1], device=DEVICE)
-    codes, scales = ops.encode(z, drawn, "triton")
-    again = ops.encode(z, drawn, "triton")
-    assert torch.equal(codes, again[0])
-    slow_codes, slow_scales = subspace.encode(z, drawn)
-    torch.testing.assert_close(scales, slow_scales, rtol=1e-6, atol=0)
-    values = ops.decode(codes, k, torch.float32, "triton")
-    slow = subspace.decode(slow_codes, k, torch.float32)
-    # Where rounding in fp32 decides between two codes they may differ by one, and rarely do.
-    assert (values - slow).abs().max() <= 1 if values.numel() else True
-    assert (values != slow).float().sum() <= 1 + 1e-3 * values.numel()
-    wide = z.float()
-    assert ((values * scales - wide).abs() <= scales * 1.001).all()
-    for kind in (dtype, torch.float64):
-        assert torch.equal(ops.decode(codes, k, kind, "triton"), subspace.decode(codes, k, kind))
+        z[:1] = 0
+    fine = seed % (k + 1)
+    codes, size, scales = ops.encode(z, fine, "triton")
+    again = ops.encode(z, fine, "triton")
+    assert all(torch.equal(*pair) for pair in zip((codes, size, scales), again, strict=True))
+    slow = subspace.encode(z, fine)
+    unit = torch.finfo(dtype).eps
+    torch.testing.assert_close(scales, slow[2], rtol=1e-6, atol=0)
+    torch.testing.assert_close(size, slow[1], rtol=2 * unit, atol=0)
+    values = ops.decode(codes, size, fine, k, "triton")
+    assert values.dtype == dtype
+    torch.testing.assert_close(values, subspace.decode(codes, size, fine, k), rtol=unit, atol=0)
+    # Each value is the level next to z, but for what fp32 decides where two are as near.
+    for part, code in ((slice(0, fine), subspace.FINE), (slice(fine, k), subspace.COARSE)):
+        step = size[:, 0 if code is subspace.FINE else 1, None].float()
+        target = torch.where(scales == 0, 0, z.float() / scales)[:, part] * code.gain
+        last = step * (code.levels - 1) / 2
+        off = (values[:, part].float() - target.clamp(-last, last)).abs()
+        assert (off <= step * (0.5 + code.levels * unit)).all()
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # numpy, in Triton's interpreter
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_what_is_not_finite_reaches_the_gradient(backend: str, value: float) -> None:
@@ -151,7 +161,8 @@ def test_directions_turn_to_where_the_energy_is() -> None:
     assert (energy[:-1] > energy[1:]).all()
     state = method.compress(x, Stream().draw)
     g = torch.randn(500, 5, device=DEVICE)
-    assert relative_error(method.weight_grad(state, g), g.T @ x) < 0.25  # rounding of 4 bits
+    # Rounding: 4 bits of the first third, 2 of what the others hold.
+    assert relative_error(method.weight_grad(state, g), g.T @ x) < 0.2
 
 
 @pytest.mark.parametrize("x", [torch.zeros(20, 32), torch.ones(1, 32), torch.zeros(0, 32)])
@@ -182,10 +193,10 @@ def test_refreshes_come_often_at_first_and_seldom_later() -> None:
 def test_a_group_shares_one_state_and_holds_what_is_predicted(dtype: torch.dtype) -> None:
     model = nn.ModuleDict({name: nn.Linear(64, 24) for name in NAMES}).to(DEVICE, dtype)
     report = pamm.convert(model, CONFIG)
-    x = torch.randn(300, 64, device=DEVICE, dtype=dtype, requires_grad=True)
+    x = torch.randn(3000, 64, device=DEVICE, dtype=dtype, requires_grad=True)
     held = saved_bytes(model, {"": list(NAMES)}, lambda: [layer(x) for layer in model.values()])
-    assert held[""] == report.held_bytes(300)
-    assert held[""] < 0.25 * report.exact_bytes(300)
+    assert held[""] == report.held_bytes(3000)
+    assert held[""] < 0.2 * report.exact_bytes(3000)
 
 
 def test_forward_and_other_gradients_are_exact() -> None:
@@ -237,8 +248,8 @@ def test_a_function_cannot_carry() -> None:
         pamm.linear(x, weight, config=CONFIG, stream=Stream())
 
 
-def test_the_default_ratio_is_a_quarter_of_the_features() -> None:
-    assert CONFIG.ratio == 1 / 4
+def test_the_default_ratio_is_three_eighths_of_the_features() -> None:
+    assert CONFIG.ratio == 3 / 8
     assert PammConfig().ratio == 1 / 512
     assert PammConfig.from_dict(CONFIG.to_dict()) == CONFIG
 

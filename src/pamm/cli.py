@@ -1,5 +1,6 @@
 """The command line. Thin; slow imports are inside commands."""
 
+import signal
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -200,14 +201,17 @@ def ablate(
 ) -> None:
     """The paper's studies: a grid of trainings, each cell at its best learning rate, with seeds.
 
-    Ctrl-C stops it with checkpoints; the same command goes on. A file to begin with:
+    Ctrl-C stops it with checkpoints; the same command goes on. On another machine too if the
+    study's folder is there: all of it but checkpoint-*, tensorboard and tokens.bin, which may stay
+    behind (tar --exclude). A file to begin with:
 
     \b
     name: method-60m
     cells:                           # also: shape, tolerance; or cells of your own
       - ratio
       - method
-    lrs: [0.001, 0.002, 0.004, 0.008]
+    lrs: [0.001, 0.002, 0.004]
+    more_lrs: 2                      # of a cell whose best rate is the least or the largest
     seeds: [0, 1, 2]
     tune_steps: 1000                 # of the trainings that choose the rate
     base:                            # as for pamm pretrain
@@ -280,4 +284,5 @@ def report(
 
 def main() -> None:
     """Run the command line; ends the process with 0, 1 (failed), 2 (refused) or 130 (stopped)."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: stops with a checkpoint
     app()

@@ -15,7 +15,7 @@ import yaml
 from pamm.errors import PammError
 
 METHODS = ("pamm", "subspace", "uniform_crs", "compact", "recompute", "exact")
-DEFAULT_RATIO = {"subspace": 1 / 4}
+DEFAULT_RATIO = {"subspace": 3 / 8}
 BACKENDS = ("auto", "triton", "torch")
 
 
@@ -24,15 +24,15 @@ class PammConfig:
     """How the input of a group of linear layers is kept for backward.
 
     Args:
-        method: ``"pamm"`` (the paper's method), ``"subspace"`` (every token on a few directions,
-            in 4 bits a number: ``pamm.subspace``), ``"uniform_crs"`` (keep the generators, drop
-            every other row: PAMM with tolerance 0), ``"compact"`` (keep random projections of the
-            features), ``"recompute"`` (keep nothing: the norm that made X makes it again in
+        method: ``"pamm"`` (the paper's method), ``"subspace"`` (every token on some directions,
+            in 4 and 2 bits a number: ``pamm.subspace``), ``"uniform_crs"`` (keep the generators,
+            drop every other row: PAMM with tolerance 0), ``"compact"`` (keep random projections of
+            the features), ``"recompute"`` (keep nothing: the norm that made X makes it again in
             backward, and the gradient is exact) or ``"exact"`` (keep X; the control in
             comparisons).
         ratio: r, the share of the b tokens kept as generators, 0 < r <= 1:
             k = min(b, max(1, ceil(r b))); 1/512 if left out. With ``"subspace"`` and ``"compact"``
-            the share of the n features kept as directions; with ``"subspace"`` 1/4 if left out. A
+            the share of the n features kept as directions; with ``"subspace"`` 3/8 if left out. A
             string such as ``"1/512"`` is read as a fraction.
         tolerance: epsilon of the paper's eq. 3, relative to a row's norm: a row is kept if
             ||A_i - A~_i|| <= epsilon ||A_i||. ``None`` (or infinity) keeps every row, which the

@@ -4,7 +4,7 @@
     pamm::draw_next    the same, after moving the position on
     pamm::compress     C, f, alpha, beta of X and k row numbers: deterministic
     pamm::weight_grad  (beta C.T @ B~).T: deterministic
-    pamm::encode       4-bit codes and scales of a matrix
+    pamm::encode       codes of 4 and 2 bits of a matrix, with sizes and scales
     pamm::decode       the matrix they stand for
     pamm::refresh      the directions that a subspace carries, now and then brought up to date
 
@@ -151,36 +151,36 @@ def weight_grad(compressed: Compressed, b: Tensor, backend: str = "auto") -> Ten
     return _weight_grad(b, *compressed, backend)
 
 
-@_op("encode(Tensor z, Tensor drawn, str backend) -> (Tensor, Tensor)")
-def encode(z: Tensor, drawn: Tensor, backend: str) -> tuple[Tensor, Tensor]:
-    """``subspace.encode``: codes (tokens, k / 2) and scales (k,) of z (tokens, k)."""
+@_op("encode(Tensor z, SymInt fine, str backend) -> (Tensor, Tensor, Tensor)")
+def encode(z: Tensor, fine: int, backend: str) -> tuple[Tensor, Tensor, Tensor]:
+    """``subspace.encode``: codes, sizes (tokens, 2) and scales (k,) of z (tokens, k)."""
     if _use_triton(z, backend):
         from pamm.kernels import codes as kernel
 
-        return kernel.encode(z, drawn)
-    return subspace.encode(z, drawn)
+        return kernel.encode(z, fine)
+    return subspace.encode(z, fine)
 
 
 @_fake("encode")
-def _(z: Tensor, drawn: Tensor, backend: str) -> tuple[Tensor, Tensor]:
+def _(z: Tensor, fine: int, backend: str) -> tuple[Tensor, Tensor, Tensor]:
     tokens, k = z.shape
-    scale = z.new_empty(k, dtype=accumulation_dtype(z.dtype))
-    return z.new_empty(tokens, (k + 1) // 2, dtype=torch.uint8), scale
+    codes = z.new_empty(tokens, subspace.code_bytes(fine, k), dtype=torch.uint8)
+    return codes, z.new_empty(tokens, 2), z.new_empty(k, dtype=accumulation_dtype(z.dtype))
 
 
-@_op("decode(Tensor codes, SymInt k, ScalarType dtype, str backend) -> Tensor")
-def decode(codes: Tensor, k: int, dtype: torch.dtype, backend: str) -> Tensor:
-    """``subspace.decode``: (tokens, k), in units of the scale."""
-    if dtype != torch.float64 and _use_triton(codes, backend):
+@_op("decode(Tensor codes, Tensor size, SymInt fine, SymInt k, str backend) -> Tensor")
+def decode(codes: Tensor, size: Tensor, fine: int, k: int, backend: str) -> Tensor:
+    """``subspace.decode``: (tokens, k) in the sizes' dtype, in units of the scale."""
+    if _use_triton(size, backend):
         from pamm.kernels import codes as kernel
 
-        return kernel.decode(codes, k, dtype)
-    return subspace.decode(codes, k, dtype)
+        return kernel.decode(codes, size, fine, k)
+    return subspace.decode(codes, size, fine, k)
 
 
 @_fake("decode")
-def _(codes: Tensor, k: int, dtype: torch.dtype, backend: str) -> Tensor:
-    return codes.new_empty(codes.shape[0], k, dtype=dtype)
+def _(codes: Tensor, size: Tensor, fine: int, k: int, backend: str) -> Tensor:
+    return size.new_empty(codes.shape[0], k)
 
 
 @_op(

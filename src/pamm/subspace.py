@@ -1,4 +1,4 @@
-"""The subspace method in plain PyTorch: X on a few directions, in 4 bits a number.
+"""The subspace method in plain PyTorch: X on some directions, in 4 and 2 bits a number.
 
 X of shape (tokens, n) is kept as X Q, with k directions Q of length n in place of n features:
 
@@ -7,22 +7,39 @@ X of shape (tokens, n) is kept as X Q, with k directions Q of length n in place 
     dW.T ~= Q diag(w) ((X Q).T @ G)         w = 1 for Q1, n / k2 for the others
 
 Over the draws of J the mean of (n / k2) E_J E_J.T is I, so that of Q diag(w) Q.T is
-Q1 Q1.T + (I - Q1 Q1.T) = I: the gradient is unbiased, whatever Q1 is. Its noise is what dW has
-outside of Q1, times about sqrt(n / k2).
+Q1 Q1.T + (I - Q1 Q1.T) = I: the gradient is unbiased, whatever Q1 is, but for rounding. Its noise
+is what dW has outside of Q1, times about sqrt(n / k2).
 
-X Q is rounded at random to 16 levels a direction, unbiased as well.
+The first directions of Q1 hold nearly all of the energy and get four bits, the others and those
+drawn anew two. Every token has a size of its own for each of the two parts: what is rare is often
+large, and a common range would cut it off.
 """
+
+import dataclasses
 
 import torch
 from jaxtyping import Float, Integer, UInt8
 from torch import Tensor
 
-from pamm.permutation import GOLDEN, mix
 from pamm.types import accumulation_dtype
 
-LEVELS = 16
-FRESH = 4
-"""One direction in so many is drawn anew; the others are carried."""
+
+@dataclasses.dataclass(frozen=True)
+class Code:
+    """Numbers of spread 1 rounded to the nearest of ``levels``, ``step`` apart and around zero.
+
+    For normal numbers z the mean of z times what it is rounded to is 1 / ``gain``; so what is
+    rounded, times ``gain``, is right on the average. A byte holds ``a_byte`` of them.
+    """
+
+    levels: int
+    step: float
+    gain: float
+    a_byte: int
+
+
+FINE = Code(levels=16, step=0.4, gain=1.0025, a_byte=2)
+COARSE = Code(levels=4, step=0.995, gain=1.1352, a_byte=4)
 _MULTIPLE = 16  # the tensor cores' tile
 
 FIRST, EVERY = 8, 64
@@ -33,11 +50,19 @@ _SHIFT = 1e-6  # of the largest: directions that X does not have stay as they ar
 _CHUNK = 1 << 20
 
 
-def directions(ratio: float, n: int) -> tuple[int, int]:
-    """k1 carried and k2 fresh directions: together the share ``ratio`` of n, in whole tiles."""
-    k = min(n, -(-max(1, round(ratio * n)) // _MULTIPLE) * _MULTIPLE)
-    fresh = -(-k // FRESH)
-    return k - fresh, fresh
+def directions(ratio: float, n: int) -> tuple[int, int, int]:
+    """Carried with four bits, carried with two, drawn anew: a third each of ``ratio`` n.
+
+    In whole tiles where n has room for three; at least one is drawn anew.
+    """
+    third = max(_MULTIPLE, round(ratio * n / 3 / _MULTIPLE) * _MULTIPLE)
+    third = min(third, n // 3)
+    return third, third, max(1, third)
+
+
+def code_bytes(fine: int, k: int) -> int:
+    """Bytes of a token's k numbers, of which the first ``fine`` have four bits."""
+    return -(-fine // FINE.a_byte) + -(-(k - fine) // COARSE.a_byte)
 
 
 def basis(carried: Float[Tensor, "n k1"], drawn: Integer[Tensor, " k2"]) -> Float[Tensor, "n k"]:
@@ -47,38 +72,70 @@ def basis(carried: Float[Tensor, "n k1"], drawn: Integer[Tensor, " k2"]) -> Floa
 
 
 def encode(
-    z: Float[Tensor, "tokens k"], drawn: Integer[Tensor, " k2"]
-) -> tuple[UInt8[Tensor, "tokens half"], Float[Tensor, " k"]]:
-    """z as 4-bit codes c and a scale for each column: z ~ (c - 7.5) scale, unbiased.
+    z: Float[Tensor, "tokens k"], fine: int
+) -> tuple[UInt8[Tensor, "tokens bytes"], Float[Tensor, "tokens 2"], Float[Tensor, " k"]]:
+    """z as codes c, a size for each token and part, and a scale for each column.
 
-    c = floor(z / scale + 7.5 + u), with u uniform in [0, 1) by a hash of the place and of what was
-    drawn, so that every device rounds alike. Column j < half lies in the low four bits of a byte,
-    column j + half in the high ones.
+    z_ij ~ (c_ij - (levels - 1) / 2) size_i scale_j, to the nearest. The scale is the column's
+    root mean square s_j, times the gain; the size is the root mean square of the token's
+    z_ij / s_j, times the step. The first ``fine`` columns are one part, the others the other. Of
+    the c columns of a part with p codes a byte, column j shares a byte with j + ceil(c / p) and
+    so on, from the low bits up.
     """
-    half = -(-z.shape[1] // 2)
+    tokens, k = z.shape
     wide = accumulation_dtype(z.dtype)
-    scale = (z.abs().amax(0) if len(z) else z.new_zeros(z.shape[1])).to(wide) / (LEVELS / 2 - 0.5)
-    inverse = torch.where(scale == 0, 0, 1 / scale)
-    key = mix((drawn[0] * GOLDEN & 0xFFFFFFFF) ^ mix(drawn[-1]))
-    codes = z.new_empty(len(z), half, dtype=torch.uint8)
-    column = torch.arange(half, device=z.device)
-    rows = max(1, _CHUNK // max(half, 1))
-    for start in range(0, len(z), rows):
-        part = z[start : start + rows].to(wide) * inverse + (LEVELS / 2 - 0.5)
-        place = torch.arange(start, start + len(part), device=z.device)[:, None] * half + column
-        word = mix((place & 0xFFFFFFFF) ^ key)
-        uniform = torch.cat([word & 0xFFFF, word >> 16], dim=1)[:, : z.shape[1]].to(wide) / 65536
-        code = (part + uniform).floor_().clamp_(0, LEVELS - 1).nan_to_num_().to(torch.uint8)
-        high = torch.nn.functional.pad(code[:, half:], (0, 2 * half - z.shape[1]))
-        codes[start : start + rows] = code[:, :half] | (high << 4)
-    return codes, scale
+    norm = torch.linalg.vector_norm(z, dim=0, dtype=wide)
+    inverse = torch.where(norm == 0, 0, max(tokens, 1) ** 0.5 / norm)
+    codes = z.new_empty(tokens, code_bytes(fine, k), dtype=torch.uint8)
+    size = z.new_zeros(tokens, 2)
+    rows = max(1, _CHUNK // max(k, 1))
+    for start in range(0, tokens, rows):
+        part = slice(start, start + rows)
+        unit = z[part].to(wide) * inverse
+        packed = []
+        for number, (columns, code) in enumerate(_parts(fine, k)):
+            if unit[:, columns].numel():
+                rms = unit[:, columns].square().mean(1).sqrt()
+                size[part, number] = (code.step * rms).to(z.dtype)
+            packed.append(_pack(unit[:, columns], size[part, number, None].to(wide), code))
+        codes[part] = torch.cat(packed, dim=1)
+    scale = norm / max(tokens, 1) ** 0.5
+    for columns, code in _parts(fine, k):
+        scale[columns] *= code.gain
+    return codes, size, scale
 
 
 def decode(
-    codes: UInt8[Tensor, "tokens half"], k: int, dtype: torch.dtype
+    codes: UInt8[Tensor, "tokens bytes"], size: Float[Tensor, "tokens 2"], fine: int, k: int
 ) -> Float[Tensor, "tokens k"]:
-    """c - 7.5: what ``encode`` kept, in units of the scale."""
-    return torch.cat([codes & 15, codes >> 4], dim=1)[:, :k].to(dtype) - (LEVELS / 2 - 0.5)
+    """(c - (levels - 1) / 2) size: what ``encode`` kept, in units of the scale."""
+    split = -(-fine // FINE.a_byte)
+    wide = accumulation_dtype(size.dtype)
+    values = []
+    for number, (part, (columns, code)) in enumerate(
+        zip((codes[:, :split], codes[:, split:]), _parts(fine, k), strict=True)
+    ):
+        bits = 8 // code.a_byte
+        planes = [(part >> (bits * side)) & (code.levels - 1) for side in range(code.a_byte)]
+        c = torch.cat(planes, dim=1)[:, : columns.stop - columns.start].to(wide)
+        values.append((c - (code.levels - 1) / 2) * size[:, number, None].to(wide))
+    return torch.cat(values, dim=1).to(size.dtype)
+
+
+def _parts(fine: int, k: int) -> tuple[tuple[slice, Code], tuple[slice, Code]]:
+    return (slice(0, fine), FINE), (slice(fine, k), COARSE)
+
+
+def _pack(unit: Tensor, size: Tensor, code: Code) -> Tensor:
+    """Codes of one part, several in a byte."""
+    c = torch.where(size == 0, 0, unit * (1 / size)) + code.levels / 2
+    c = c.floor().clamp_(0, code.levels - 1).nan_to_num_().to(torch.uint8)
+    each = -(-c.shape[1] // code.a_byte)
+    planes = torch.nn.functional.pad(c, (0, each * code.a_byte - c.shape[1]))
+    packed = planes.new_zeros(len(c), each)
+    for side in range(code.a_byte):
+        packed |= planes[:, side * each : (side + 1) * each] << (8 // code.a_byte * side)
+    return packed
 
 
 def refreshed(

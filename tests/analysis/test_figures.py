@@ -54,8 +54,8 @@ MADE = {
     "ticks": lambda: study_plots.with_errors(
         {"r = 1/512": [(0, 40, 0.5), (1, 31, 0.4)]}, None, "tolerance", "title", ticks=["0", "∞"]
     ),
-    "curves": lambda: study_plots.validation_curves(
-        {"exact": [(10, 5.0), (20, 4.0)], "pamm": [(10, 5.5)]}, 1_000_000, "title"
+    "curves": lambda: study_plots.curves(
+        {"exact": [(10, 5.0), (20, 4.0)], "pamm": [(10, 5.5)]}, "tokens", "loss (nats)", "title"
     ),
     "rates": lambda: study_plots.rates({"exact": [(1e-3, 4.0), (2e-3, 3.5)]}, "title"),
 }  # fmt: skip

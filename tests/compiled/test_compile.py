@@ -38,10 +38,9 @@ def test_ops_pass_opcheck(dtype: torch.dtype, tolerance: float | None) -> None:
     state = torch.tensor([0, 1, 2], device=DEVICE)
     for op in (torch.ops.pamm.draw.default, torch.ops.pamm.draw_next.default):
         torch.library.opcheck(op, (state, 0, 60, 7, "auto"))
-    z, drawn = compress[0], torch.tensor([3, 7], device=DEVICE)
-    torch.library.opcheck(torch.ops.pamm.encode.default, (z, drawn, "auto"))
-    codes, _ = torch.ops.pamm.encode.default(z, drawn, "auto")
-    torch.library.opcheck(torch.ops.pamm.decode.default, (codes, 24, dtype, "auto"))
+    torch.library.opcheck(torch.ops.pamm.encode.default, (compress[0], 10, "auto"))
+    codes, size, _ = torch.ops.pamm.encode.default(compress[0], 10, "auto")
+    torch.library.opcheck(torch.ops.pamm.decode.default, (codes, size, 10, 24, "auto"))
 
 
 def test_refresh_passes_opcheck() -> None:

@@ -1,9 +1,11 @@
 """A study through the command line: stopped, gone on with, extended, reported."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 
@@ -45,7 +47,7 @@ def start(folder: Path, workers: int) -> subprocess.Popen[str]:
 
 @pytest.mark.slow
 def test_a_study_is_stopped_gone_on_with_by_several_workers_and_reported(tmp_path: Path) -> None:
-    made = values(tmp_path, cells=CELLS, seeds=[0])
+    made = values(tmp_path, cells=CELLS, seeds=[0], keep_checkpoints=["compact"])
     made["base"] |= {"steps": 30, "save_every": 10, "eval_every": 10}
     (tmp_path / "study.yaml").write_text(yaml.safe_dump(made, sort_keys=False))
     folder = tmp_path / "studies/tiny"
@@ -55,21 +57,34 @@ def test_a_study_is_stopped_gone_on_with_by_several_workers_and_reported(tmp_pat
         assert first.poll() is None, first.communicate()[0]
         assert time.monotonic() < end, "the study did not get going"
         time.sleep(0.01)
-    first.send_signal(signal.SIGINT)
+    first.send_signal(signal.SIGTERM)  # as timeout and cluster schedulers do
     output, _ = first.communicate(timeout=60)
     assert first.returncode == 130, output
     assert "Traceback" not in output
     done = {path: path.stat().st_mtime_ns for path in folder.glob("runs/*/*/result.json")}
     assert 1 <= len(done) < 9
 
+    # Gone on with elsewhere: no more of it travels than the help of the command says.
+    packed = tmp_path / "packed.tgz"
+    left_out = ("checkpoint-*", "tensorboard", "tokens.bin")
+    subprocess.run(
+        ["tar", "-czf", packed, *(f"--exclude={name}" for name in left_out), "tiny"],
+        cwd=folder.parent,
+        check=True,
+    )
+    shutil.rmtree(folder)
+    with tarfile.open(packed) as archive:
+        archive.extractall(folder.parent, filter="data")
+    assert not list(folder.rglob("tokens.bin"))
     second = start(tmp_path, workers=2)
     output, _ = second.communicate(timeout=240)
     assert second.returncode == 0, output
-    assert all(path.stat().st_mtime_ns == at for path, at in done.items())
+    assert all(path.stat().st_mtime_ns // 10**9 == at // 10**9 for path, at in done.items())
     rows = {row["cell"]: row for row in read_json(folder / "results.json")}
     assert list(rows) == list(CELLS)
     assert len(list(folder.glob("runs/*/*/result.json"))) == 3 * 2 + 3
-    assert not list(folder.glob("runs/*/*/checkpoint-*"))
+    kept = {path.parent.parent.name for path in folder.glob("runs/*/*/checkpoint-*")}
+    assert kept == {"compact"}
     assert rows["exact, slow"]["lr_factor"] == 0.25
     assert rows["compact"]["held_bytes"] == rows["compact"]["predicted_bytes"]
     for cell in CELLS:

@@ -7,7 +7,7 @@ import pytest
 from pamm.config import PammConfig
 from pamm.errors import PammError
 from pamm.recipes import tables
-from pamm.recipes.collect import Found, Outcome, collect, size_of
+from pamm.recipes.collect import Found, Outcome, _training, collect, size_of
 from pamm.recipes.overview import write_overview
 from pamm.recipes.pictures import pictures
 from pamm.recipes.settings import Arm
@@ -22,7 +22,7 @@ def base(tmp_path: Path) -> Outcome:
         source="study", name="exact", size=size_of(made), config=made, lr=1e-3, lr_factor=1.0,
         seeds=3, perplexity=40.0, spread=0.1, tokens_per_second=1000.0, held_bytes=1 << 28,
         paper_bytes=None, device="GPU", processes=1, tuned=True, at_edge=False,
-        curve=[(10, 5.0), (20, 3.7)],
+        curve=[(10, 5.0), (20, 3.7)], training=[(1, 6.0), (2, 5.5)],
     )  # fmt: skip
 
 
@@ -112,13 +112,22 @@ def test_sizes_that_were_not_run_are_told(base: Outcome) -> None:
 
 
 def test_pictures_are_those_that_the_results_give(base: Outcome) -> None:
-    assert set(pictures("s", [base], {})) == {"s loss"}
+    assert set(pictures("s", [base], {})) == {"s loss", "s training"}
     ratios = [base, *(variant(base, f"{n}", 50 - n, ratio=1 / n) for n in (2, 4))]
-    assert set(pictures("s", ratios, {"exact": [(1e-3, 4.0)]})) == {"s loss", "s ratio", "s rates"}
+    curves = {"s loss", "s training", "s time"}
+    assert set(pictures("s", ratios, {"exact": [(1e-3, 4.0)]})) == curves | {"s ratio", "s rates"}
     methods = [base, variant(base, "a", 50), variant(base, "b", 60, method="compact")]
-    assert set(pictures("s", methods, {})) == {"s loss", "s bytes"}
+    assert set(pictures("s", methods, {})) == curves | {"s bytes"}
     over = [variant(base, f"{e}", 50, tolerance=e) for e in (0.0, 1.0, None)]
-    assert set(pictures("s", over, {})) == {"s loss", "s tolerance"}
+    assert set(pictures("s", over, {})) == curves | {"s tolerance"}
+
+
+def test_a_training_curve_is_of_means(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pamm.recipes.collect._POINTS", 2)
+    lines: list[dict[str, Any]] = [{"step": n, "loss": float(n)} for n in (1, 2, 3, 4)]
+    lines.insert(2, {"step": 2, "eval_loss": 9.0})
+    lines.append({"step": 5, "loss": None})
+    assert _training(lines) == [(2, 1.5), (4, 3.5)]
 
 
 def test_two_sources_of_one_name_stay_apart(base: Outcome) -> None:

@@ -5,12 +5,15 @@ from typing import Any
 import pytest
 import yaml
 
+from pamm.config import PammConfig
 from pamm.errors import PammError
+from pamm.recipes.cells import held, ratio_for_bytes
 from pamm.recipes.results import RESULT
 from pamm.recipes.study import FAILED, Run, Study
 from tests.recipes.helpers import config
 from tests.recipes.test_pretrain import result
 
+STUDIES = Path(__file__).parents[2] / "benchmarks/studies"
 CELLS = {"exact": {"method": "exact"}, "pamm 1/16": {"ratio": "1/16"}}
 
 
@@ -74,6 +77,43 @@ def test_a_rate_is_chosen_without_those_that_diverged_or_failed(tmp_path: Path) 
     assert made.best_lr(tmp_path, "exact") == 1.0
 
 
+def test_a_cell_whose_best_rate_is_at_the_edge_tries_the_next_one(tmp_path: Path) -> None:
+    made = study(tmp_path, lrs=[1e-3, 2e-3, 4e-3], more_lrs=2, cells={"exact": CELLS["exact"]})
+    best, tried = 3e-4, []
+    for _ in range(4):
+        runs = [run for run in made.to_do(tmp_path) if run.config.steps == 3]
+        tried += [run.config.lr for run in runs]
+        for run in runs:
+            finish(run, 2 + abs(run.config.lr - best))
+    assert tried == [1e-3, 2e-3, 4e-3, 5e-4, 2.5e-4]
+    assert [run.config.lr for run in made.tuning(tmp_path, "exact")] == sorted(tried)
+    finals = made.final(tmp_path, "exact")
+    assert {run.config.lr for run in finals} == {2.5e-4}
+    for run in finals:
+        finish(run, 2.0)
+    assert made.summary(tmp_path)[0]["lr_at_edge"], "no more than two were to be added"
+
+
+def test_a_rate_within_the_grid_adds_none(tmp_path: Path) -> None:
+    made = study(tmp_path, lrs=[1e-3, 2e-3, 4e-3], more_lrs=2)
+    for run in made.to_do(tmp_path):
+        finish(run, 2 + abs(run.config.lr - 2e-3))
+    assert {run.config.lr for run in made.to_do(tmp_path)} == {2e-3}
+
+
+@pytest.mark.parametrize("name", ["60m", "60m-figures"])
+def test_the_studies_equal_bytes_are_the_nearest(name: str) -> None:
+    made = Study.load(STUDIES / f"{name}.yaml")
+    run, compared = made.longest(), 0
+    for cell, values in made.cells.items():
+        method, _, ratio = cell.partition(", bytes of pamm ")
+        if ratio:
+            budget = held(PammConfig(ratio=ratio), run)  # type: ignore[arg-type]
+            assert values["ratio"] == ratio_for_bytes(method, budget, run), cell
+            compared += 1
+    assert compared in (2, 6)
+
+
 def test_trainings_of_full_length_that_chose_the_rate_are_not_done_again(tmp_path: Path) -> None:
     made = study(tmp_path, tune_steps=None)
     for run in made.to_do(tmp_path):
@@ -116,6 +156,8 @@ def test_a_file_as_a_person_writes_it(tmp_path: Path) -> None:
         ({"base": {"lr": 1}}, ["without name, arms, lr, seed"]),
         ({"tune_steps": 0}, ["tune_steps is 0"]),
         ({"keep_checkpoints": 1}, ["keep_checkpoints is 1"]),
+        ({"keep_checkpoints": ["exakt"]}, ["keep_checkpoints is ['exakt']", "names of cells"]),
+        ({"more_lrs": -1}, ["more_lrs is -1"]),
         ({"cell": {}}, ["no key 'cell'", "did you mean 'cells'"]),
     ],
 )
@@ -127,8 +169,8 @@ def test_studies_that_are_refused(tmp_path: Path, change: dict[str, Any], parts:
         assert part in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["60m", "60m-shape", "60m-tolerance"])
-def test_the_projects_own_studies_can_be_read(name: str) -> None:
-    made = Study.load(Path(__file__).parents[2] / "benchmarks/studies" / f"{name}.yaml")
-    assert made.name == name
-    assert len(made.cells) >= 12
+@pytest.mark.parametrize("path", sorted(STUDIES.glob("*0m*.yaml")), ids=lambda path: path.stem)
+def test_the_projects_own_studies_can_be_read(path: Path) -> None:
+    made = Study.load(path)
+    assert made.name == path.stem
+    assert len(made.cells) >= 4

@@ -4,9 +4,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from pamm.errors import PammError
+from pamm.recipes.files import read_json, write_json
 from pamm.recipes.tokens import END_OF_TEXT, Blocks, prepare, train_bpe
 from tests.recipes.helpers import config, quiet, text
 
@@ -72,6 +73,66 @@ def test_a_tokenizer_from_a_folder(tmp_path: Path) -> None:
     ).save_pretrained(folder)
     made = prepare(config(tmp_path, tokenizer=str(folder)), tmp_path, quiet())
     assert (made.vocabulary, made.end_of_text) == (280, 0)
+
+
+def tokenizer_file(folder: Path, *special: str) -> str:
+    """One that has none but these special tokens."""
+    made = Tokenizer(models.WordLevel({"?": 0}, unk_token="?"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
+    made.add_special_tokens([*special])
+    path = folder / "tokenizer.json"
+    made.save(str(path))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("special", "end"), [(("<done>",), 1), (("<s>", "</s>"), 2), (("<pad>", "<eos>"), 2)], ids=str
+)
+def test_a_tokenizer_from_a_file(tmp_path: Path, special: tuple[str, ...], end: int) -> None:
+    made = config(tmp_path, tokenizer=tokenizer_file(tmp_path, *special))
+    tokens = prepare(made, tmp_path / "run", quiet())
+    assert tokens.end_of_text == end
+    assert [*tokens.train, *tokens.validation].count(end) == 1
+    moved = tmp_path / "elsewhere"
+    (tmp_path / "tokenizer.json").rename(moved.with_suffix(".json"))
+    again = dataclasses.replace(made, tokenizer=f"{moved}.json")
+    prepare(again, tmp_path / "run", quiet(), begun=True)  # the same contents are the same file
+
+
+@pytest.mark.parametrize(
+    ("content", "parts"),
+    [
+        (None, ["no such file"]),
+        ("{", ["cannot load the tokenizer", "tokenizer.json"]),
+        (("<a>", "<b>"), ["which token ends a text", "<|endoftext|>"]),
+    ],
+)
+def test_tokenizer_files_that_are_refused(
+    tmp_path: Path, content: str | tuple[str, ...] | None, parts: list[str]
+) -> None:
+    path = tmp_path / "tokenizer.json"
+    if isinstance(content, str):
+        path.write_text(content)
+    elif content is not None:
+        tokenizer_file(tmp_path, *content)
+    with pytest.raises(PammError) as caught:
+        prepare(config(tmp_path, tokenizer=str(path)), tmp_path / "run", quiet())
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_tokens_that_are_gone_are_made_again_if_they_would_be_the_same(tmp_path: Path) -> None:
+    made = config(tmp_path)
+    first = prepare(made, tmp_path / "run", quiet())
+    (tmp_path / "run/tokens.bin").unlink()
+    again = prepare(made, tmp_path / "run", quiet(), begun=True)
+    assert np.array_equal(again.train, first.train)
+
+    (tmp_path / "run/tokens.bin").unlink()
+    values = read_json(tmp_path / "run/tokens.json")
+    write_json(tmp_path / "run/tokens.json", values | {"train_tokens": 1})
+    with pytest.raises(PammError, match="gives other tokens now"):
+        prepare(made, tmp_path / "run", quiet(), begun=True)
 
 
 def test_a_tokenizer_that_cannot_be_loaded(tmp_path: Path) -> None:

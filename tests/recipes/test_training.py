@@ -8,14 +8,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import TrainingArguments
+from transformers import LlamaConfig, TrainingArguments
+from typer.testing import CliRunner
 
+from pamm.cli import app
 from pamm.config import PammConfig
 from pamm.errors import PammError
 from pamm.recipes import training
-from pamm.recipes.callbacks import finite, perplexity
 from pamm.recipes.files import read_json, read_json_lines
-from pamm.recipes.model import llama_config
+from pamm.recipes.model import build, llama_config
+from pamm.recipes.results import finite, perplexity
 from pamm.recipes.settings import Arm, PretrainConfig
 from pamm.recipes.stop import Stop
 from pamm.recipes.tokens import prepare
@@ -65,6 +67,14 @@ def test_an_interrupted_arm_ends_bit_for_bit_where_it_would_have(
     kept = ("validation_loss", "perplexity", "held_bytes", "predicted_bytes")
     results = [read_json(folder / "result.json") for folder in (one, other)]
     assert [results[0][key] for key in kept] == [results[1][key] for key in kept]
+
+
+def test_the_last_checkpoint_may_be_left_out(tmp_path: Path) -> None:
+    made = config(tmp_path)
+    tokens, arm = prepare(made, tmp_path, quiet()), made.arms[0]
+    assert train_arm(made, arm, tmp_path / "exact", tokens, quiet(), Stop(), keep_last=False)
+    assert last_checkpoint(tmp_path / "exact")[1] == 4
+    assert (tmp_path / "exact/result.json").exists()
 
 
 def test_a_kill_loses_what_came_after_the_last_checkpoint_and_nothing_else(tmp_path: Path) -> None:
@@ -197,6 +207,31 @@ def test_models_that_are_refused(tmp_path: Path, model: dict[str, Any], parts: l
         llama_config(made, tokens)
     for part in parts:
         assert part in str(caught.value)
+
+
+def test_flash_attention_is_refused_where_it_is_not_installed(tmp_path: Path) -> None:
+    """By the command, before anything is trained."""
+    made = config(tmp_path, attention="flash_attention_2")
+    (tmp_path / "run.yaml").write_text(made.to_yaml())
+    arguments = ["pretrain", "--config", str(tmp_path / "run.yaml"), "--output", str(tmp_path)]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 2
+    assert "flash-attn is not installed here" in done.output
+    assert "pip install flash-attn" in done.output
+    assert not (tmp_path / "tiny/config.yaml").exists()
+
+
+def test_flash_attention_is_what_the_model_gets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pamm.recipes.model.is_flash_attn_2_available", lambda: True)
+    asked = []
+    monkeypatch.setattr("pamm.recipes.model.LlamaForCausalLM", asked.append)
+    made = config(tmp_path)
+    tokens = prepare(made, tmp_path, quiet())
+    monkeypatch.setattr("pamm.recipes.model.llama_config", lambda *given: LlamaConfig())
+    build(dataclasses.replace(made, attention="flash_attention_2"), tokens)
+    assert asked[0]._attn_implementation == "flash_attention_2"
 
 
 def test_a_model_file_as_published_is_accepted(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Figures of studies: perplexity over ratio, tolerance and bytes, curves, tuning of rates."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -11,6 +12,8 @@ Point = tuple[float, float, float]
 """Where, value, half an error bar."""
 
 _STYLES = ("o-", "s--", "^:", "D-.")
+_MARKED = 40  # points of a line
+_WITHIN = 5  # names in a legend
 
 
 def with_errors(
@@ -61,27 +64,34 @@ def with_errors(
     return figure
 
 
-def validation_curves(
-    curves: Mapping[str, Sequence[tuple[int, float]]], tokens_per_step: int, title: str
+def curves(
+    lines: Mapping[str, Sequence[tuple[float, float]]], x_label: str, y_label: str, title: str
 ) -> Figure:
-    """Validation loss against tokens seen; the mean over seeds where there are several."""
+    """What became of the arms over tokens or time; steep beginnings go beyond the upper edge.
+
+    Args:
+        lines: points of every arm, by its name; few are marked, many are a line.
+        x_label: what is along the axis, with its unit.
+        y_label: the same, upwards.
+        title: of the figure.
+    """
     figure, axes = new_figure(8, 5)
-    millions = tokens_per_step / 1e6
-    for number, (name, points) in enumerate(curves.items()):
+    for number, (name, points) in enumerate(lines.items()):
         style = _STYLES[number // len(COLOURS) % len(_STYLES)]
-        x, y = zip(*points, strict=True)
-        axes.plot([step * millions for step in x], y, style, ms=3.5, lw=1.4,
-                  color=COLOURS[number % len(COLOURS)], label=name)  # fmt: skip
-    ends = [points[-1][1] for points in curves.values()]
-    starts = [points[min(2, len(points) - 1)][1] for points in curves.values()]
+        few = len(points) <= _MARKED
+        axes.plot(*zip(*points, strict=True), style if few else style[1:], ms=3.5,
+                  lw=1.4 if few else 1.0, color=COLOURS[number % len(COLOURS)],
+                  label=name)  # fmt: skip
+    ends = [points[-1][1] for points in lines.values()]
+    starts = [points[len(points) // 8][1] for points in lines.values()]
     low, high = min(ends), max(*starts, *ends)
     if high > low:
         axes.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))
-    axes.set_xlabel("tokens seen (millions)")
-    axes.set_ylabel("validation loss (nats a token)")
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
     axes.set_title(title)
     axes.grid(alpha=0.25)
-    axes.legend(frameon=False, fontsize=8)
+    _legend(figure, axes)
     return figure
 
 
@@ -103,5 +113,14 @@ def rates(tuning: Mapping[str, Sequence[tuple[float, float]]], title: str) -> Fi
     axes.set_ylabel("validation loss (nats a token)")
     axes.set_title(title)
     axes.grid(alpha=0.25)
-    axes.legend(frameon=False, fontsize=8)
+    _legend(figure, axes)
     return figure
+
+
+def _legend(figure: Figure, axes: Any) -> None:
+    """Beside the axes where it is long: within, it would lie on lines."""
+    handles, labels = axes.get_legend_handles_labels()
+    if len(labels) > _WITHIN:
+        figure.legend(handles, labels, frameon=False, fontsize=8, loc="outside right upper")
+    else:
+        axes.legend(frameon=False, fontsize=9)

@@ -1,4 +1,4 @@
-"""X on a few directions, most of them carried from step to step, in 4 bits a number."""
+"""X on some directions, most of them carried from step to step, in 4 and 2 bits a number."""
 
 import torch
 from jaxtyping import Float
@@ -14,8 +14,8 @@ from pamm.types import accumulation_dtype
 class Subspace:
     """dW.T ~= Q diag(w) ((X Q).T @ G): ``pamm.subspace`` behind the protocol.
 
-    The state is the 4-bit X Q, a scale for each direction, and Q. Between steps the group carries
-    Q1 (n, k1) in fp32.
+    The state is X Q in 4 and 2 bits, two sizes for each token, a scale for each direction, and Q.
+    Between steps the group carries Q1 (n, k1) in fp32.
     """
 
     def __init__(self, config: PammConfig) -> None:
@@ -24,8 +24,8 @@ class Subspace:
     def prepare(self, in_features: int, device: torch.device) -> None:
         """Q1 is the first unit vectors; the first passes turn it where X's energy lies."""
         device = torch.device("cpu") if device.type == "meta" else device
-        count, _ = subspace.directions(self.config.ratio, in_features)
-        self.axes = torch.eye(in_features, count, device=device)
+        fine, coarse, _ = subspace.directions(self.config.ratio, in_features)
+        self.axes = torch.eye(in_features, fine + coarse, device=device)
         self.passes = torch.zeros(1, dtype=torch.int64)
 
     def move(self, device: torch.device) -> None:
@@ -43,28 +43,31 @@ class Subspace:
         ops.refresh(self.axes, self.passes, x, subspace.EVERY)
 
     def compress(self, x: Float[Tensor, "tokens n"], draw: Draw) -> State:
-        """Codes, scales (times w) and Q."""
+        """Codes, sizes, scales (times w) and Q."""
         self.move(x.device)
-        n, k1 = self.axes.shape
-        drawn = draw(n, subspace.directions(self.config.ratio, n)[1], x.device)
-        wide = accumulation_dtype(x.dtype)
+        n, carried = self.axes.shape
+        fine, _, fresh = subspace.directions(self.config.ratio, n)
+        drawn = draw(n, fresh, x.device)
         with ops.no_autocast(x):
-            basis = subspace.basis(self.axes.to(wide), drawn).to(x.dtype)
-            codes, scale = ops.encode(x @ basis, drawn, self.config.backend)
+            basis = subspace.basis(self.axes.to(accumulation_dtype(x.dtype)), drawn).to(x.dtype)
+            codes, size, scale = ops.encode(x @ basis, fine, self.config.backend)
         weight = torch.ones_like(scale)
-        weight[k1:] = n / len(drawn)
-        return codes, scale * weight, basis
+        weight[carried:] = n / fresh
+        return codes, size, scale * weight, basis
 
     def weight_grad(self, state: State, grad: Float[Tensor, "tokens m"]) -> Float[Tensor, "m n"]:
         """(Q diag(w) ((X Q).T @ G)).T."""
-        codes, scale, basis = state
+        codes, size, scale, basis = state
+        fine, _, _ = subspace.directions(self.config.ratio, len(basis))
         with ops.no_autocast(grad):
-            z = ops.decode(codes, len(scale), grad.dtype, self.config.backend)
-            inner = (grad.T @ z).to(scale.dtype) * scale
+            z = ops.decode(codes, size, fine, len(scale), self.config.backend)
+            inner = (grad.T @ z.to(grad.dtype)).to(scale.dtype) * scale
             return inner.to(grad.dtype) @ basis.T.to(grad.dtype)
 
     def state_bytes(self, tokens: int, in_features: int, dtype: torch.dtype) -> int:
-        """k / 2 bytes a token; a scale and n numbers for each direction."""
-        k = sum(subspace.directions(self.config.ratio, in_features))
+        """k / 3 bytes and two numbers a token; a scale and n numbers for each direction."""
+        fine, coarse, fresh = subspace.directions(self.config.ratio, in_features)
+        k = fine + coarse + fresh
+        a_token = subspace.code_bytes(fine, k) + 2 * dtype.itemsize
         scale = accumulation_dtype(dtype).itemsize
-        return tokens * ((k + 1) // 2) + k * (scale + in_features * dtype.itemsize)
+        return tokens * a_token + k * (scale + in_features * dtype.itemsize)

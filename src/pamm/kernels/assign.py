@@ -2,8 +2,8 @@
 
 The first gathers the generators and takes their norms, one program a generator. The second walks
 over tiles of the other tokens: similarities with all generators, argmax, coefficient and the test
-of eq. 3 in registers; no (tokens, k) matrix is ever in memory. Above ``_TILE_K`` generators the tile of X
-is read again for each tile of generators, from the cache.
+of eq. 3 in registers; no (tokens, k) matrix is ever in memory. Above ``BLOCK_K`` generators the
+tile of X is read again for each tile of generators, from the cache.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false

@@ -107,6 +107,7 @@ def _identity(config: PretrainConfig) -> dict[str, Any]:
 
 
 def _prepare(study: Study, folder: Path, console: Console) -> None:
+    from pamm.recipes.model import llama_config
     from pamm.recipes.tokens import prepare
 
     try:
@@ -117,7 +118,9 @@ def _prepare(study: Study, folder: Path, console: Console) -> None:
                     check_run(run)
                     (run.folder / FAILED).unlink(missing_ok=True)
             begun = any(folder.glob(f"runs/*/*/{RUN}"))
-            prepare(study.longest(), folder / DATA, console, begun=begun)
+            tokens = prepare(study.longest(), folder / DATA, console, begun=begun)
+            for cell in study.cells:  # refuses models that cannot be built
+                llama_config(study.run(folder, cell, study.lrs[0], study.seeds[0]).config, tokens)
             values = dataclasses.asdict(study) | {"lrs": [*study.lrs], "seeds": [*study.seeds]}
             write_text(folder / STUDY, yaml.safe_dump(values, sort_keys=False))
     except OSError as error:

@@ -164,8 +164,13 @@ def _density(x: Tensor, tolerance: float) -> list[dict[str, Any]]:
 
 
 def _complexity(part: Recorded, config: PammConfig) -> dict[str, Any]:
-    """Multiplications counted, and microseconds measured, of a group's whole weight gradient."""
+    """Multiplications counted, and microseconds measured, of a group's whole weight gradient.
+
+    On a GPU it is measured in bf16, as models are trained there.
+    """
     x, grad = part.x, torch.cat(list(part.grads.values()), dim=1)
+    if x.is_cuda:
+        x, grad = x.bfloat16(), grad.bfloat16()
     (tokens, n), m = x.shape, grad.shape[1]
     k, index = config.generators(tokens), _index(config, x)
 
@@ -176,6 +181,7 @@ def _complexity(part: Recorded, config: PammConfig) -> dict[str, Any]:
     counts = theory.pamm_multiplications(tokens, n, m, k)
     return {
         "k": k,
+        "dtype": str(x.dtype).removeprefix("torch."),
         "n": n,
         "m": m,
         "gamma": theory.gamma(tokens, m, k),
@@ -220,7 +226,9 @@ def _draw(result: dict[str, Any], planes: dict[int, Any], output: Path) -> list[
             "bound": figures.bound(rows["bound"], result["tokens"], f"Coverage over k: {where}"),
             "density": figures.density(rows["density"], f"Density of the data: layer {layer}"),
             "complexity": figures.complexity(
-                rows["complexity"], f"Weight gradient of q, k, v on {result['device']}: {where}"
+                rows["complexity"],
+                f"Weight gradient of q, k, v on {result['device']}, "
+                f"{rows['complexity'][0]['dtype']}: {where}",
             ),
         }
         for key, figure in made.items():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import statistics
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ Curve = list[tuple[int, float]]
 Tuning = dict[str, list[tuple[float, float]]]
 """Learning rate and loss of every cell."""
 
+_POINTS = 150  # of a training curve, about
 _SIZES = {(512, 8): "60M", (1024, 24): "350M", (2048, 24): "1B", (4096, 32): "7B"}
 
 
@@ -42,6 +44,9 @@ class Outcome:
     tuned: bool
     at_edge: bool
     curve: Curve
+    """Of validations."""
+    training: Curve
+    """Of training steps, means of neighbours."""
 
     @property
     def method(self) -> str:
@@ -132,6 +137,7 @@ def _run(folder: Path) -> list[Outcome]:
             tuned=False,
             at_edge=False,
             curve=_curve(metrics[result.name]),
+            training=_training(metrics[result.name]),
         )
         for result in read_results(config, folder)
     ]
@@ -141,7 +147,7 @@ def _study(folder: Path) -> tuple[list[Outcome], Tuning]:
     study, outcomes = Study.load(folder / STUDY), []
     for row in study.summary(folder):
         runs = study.final(folder, row["cell"])
-        curves = [_curve(read_json_lines(run.folder / METRICS)) for run in runs if run.result]
+        metrics = [read_json_lines(run.folder / METRICS) for run in runs if run.result]
         outcome = Outcome(
             source=study.name,
             name=row["cell"],
@@ -150,10 +156,8 @@ def _study(folder: Path) -> tuple[list[Outcome], Tuning]:
             tuned=len(study.lrs) > 1,
             at_edge=row["lr_at_edge"],
             processes=1,
-            curve=[
-                (points[0][0], statistics.mean(value for _, value in points))
-                for points in zip(*curves, strict=False)
-            ],
+            curve=_mean(map(_curve, metrics)),
+            training=_mean(map(_training, metrics)),
             **{
                 key: row[key]
                 for key in (
@@ -167,6 +171,22 @@ def _study(folder: Path) -> tuple[list[Outcome], Tuning]:
         cell: [(run.config.lr, run.loss) for run in study.tuning(folder, cell) if run.result]
         for cell in study.cells
     }
+
+
+def _mean(curves: Iterable[Curve]) -> Curve:
+    """Over seeds."""
+    return [
+        (points[0][0], statistics.mean(value for _, value in points))
+        for points in zip(*curves, strict=False)
+    ]
+
+
+def _training(metrics: list[dict[str, Any]]) -> Curve:
+    """Step and loss, as means over so many steps that a line is readable."""
+    steps = [line for line in metrics if line.get("loss") is not None]
+    width = max(1, len(steps) // _POINTS)
+    parts = (steps[start : start + width] for start in range(0, len(steps), width))
+    return [(part[-1]["step"], statistics.mean(line["loss"] for line in part)) for part in parts]
 
 
 def _curve(metrics: list[dict[str, Any]]) -> Curve:

@@ -26,13 +26,13 @@ from pamm.analysis.memory import group_layers, saved_bytes
 from pamm.errors import PammError
 from pamm.integrations.transformers import PammCallback, PammTrainerMixin
 from pamm.padding import skip_padding
-from pamm.recipes.callbacks import StopCallback, finite
+from pamm.recipes.callbacks import StopCallback
 from pamm.recipes.files import write_json, write_text
 from pamm.recipes.finetune_metrics import METRICS as SCORES
 from pamm.recipes.finetune_settings import GlueConfig
 from pamm.recipes.glue_plan import GlueRun
 from pamm.recipes.glue_tasks import TASKS, Rows, Task, read_task
-from pamm.recipes.results import METRICS, RESULT
+from pamm.recipes.results import METRICS, RESULT, finite
 from pamm.recipes.stop import Stop
 from pamm.recipes.training import last_checkpoint
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
+from transformers.utils.import_utils import is_flash_attn_2_available
 
 from pamm.config import check_keys
 from pamm.errors import PammError
@@ -21,8 +22,14 @@ def llama_config(config: PretrainConfig, tokens: Tokens) -> LlamaConfig:
     """The model's configuration; what it leaves open follows from the tokens.
 
     Raises:
-        PammError: if a key or a value is not LLaMA's, or the vocabulary is too small.
+        PammError: if a key or a value is not LLaMA's, the vocabulary is too small, or attention
+            cannot be computed as asked.
     """
+    if config.attention == "flash_attention_2" and not is_flash_attn_2_available():
+        raise PammError(
+            "attention is 'flash_attention_2', but flash-attn is not installed here, or there is "
+            "no GPU for it. Install it (pip install flash-attn), or choose sdpa."
+        )
     assert isinstance(config.model, dict)
     values: dict[str, Any] = dict(config.model)
     if (kind := values.get("model_type", "llama")) != "llama":
@@ -61,3 +68,15 @@ def build(config: PretrainConfig, tokens: Tokens) -> LlamaForCausalLM:
     made._attn_implementation = config.attention
     set_seed(config.seed)
     return LlamaForCausalLM(made)
+
+
+def compile_blocks(model: Any) -> None:
+    """Compile the blocks of a causal model one by one, which are all alike, and its loss.
+
+    As a whole it would take the compiler as many times as long as it has blocks.
+    """
+    # DDP sends a block's gradients while the next ones are computed: no need to cut blocks up.
+    torch._dynamo.config.optimize_ddp = False
+    for block in model.model.layers:
+        block.compile(dynamic=False)
+    model.loss_function = torch.compile(model.loss_function, dynamic=False)

@@ -2,21 +2,21 @@
 
 from collections.abc import Callable
 
+from matplotlib.figure import Figure
+
 from pamm.analysis import study_plots
 from pamm.analysis.plots import png
 from pamm.analysis.study_plots import Point
-from pamm.recipes.collect import Outcome, Tuning
+from pamm.recipes.collect import Curve, Outcome, Tuning
+from pamm.recipes.results import perplexity
 from pamm.recipes.tables import exact_of, is_shape_study, ratio_name, tolerance_name
 
 
 def pictures(source: str, outcomes: list[Outcome], tuning: Tuning) -> dict[str, bytes]:
     """PNG files, by a name that says what is on them."""
     made = {}
-    config = outcomes[0].config
-    curves = {each.name: each.curve for each in outcomes if each.curve}
-    if curves and not is_shape_study(outcomes):
-        title = f"Validation loss: {source}"
-        made["loss"] = study_plots.validation_curves(curves, config.tokens_per_step, title)
+    if not is_shape_study(outcomes):
+        made |= _curves(source, outcomes)
     exact = None if is_shape_study(outcomes) else exact_of(outcomes)
     level = None if exact is None else _point(0, exact)
     kept = [each for each in outcomes if each.method != "exact" and each.tolerance is None]
@@ -55,6 +55,41 @@ def pictures(source: str, outcomes: list[Outcome], tuning: Tuning) -> dict[str, 
             f"Choice of the learning rate: {source}",
         )
     return {f"{source} {name}": png(figure) for name, figure in made.items()}
+
+
+def _curves(source: str, outcomes: list[Outcome]) -> dict[str, Figure]:
+    """Losses over tokens, of validation and of training; perplexity over time."""
+    size = outcomes[0].config.tokens_per_step
+    seen, loss = "tokens seen (millions)", "loss (nats a token)"
+
+    def over_tokens(points: Curve) -> list[tuple[float, float]]:
+        return [(step * size / 1e6, value) for step, value in points]
+
+    validation = {each.name: over_tokens(each.curve) for each in outcomes if each.curve}
+    training = {each.name: over_tokens(each.training) for each in outcomes if each.training}
+    time = {
+        each.name: [
+            (step * size / each.tokens_per_second / 60, perplexity(value))
+            for step, value in each.curve
+        ]
+        for each in outcomes
+        if each.curve
+    }
+    made = {}
+    if validation:
+        made["loss"] = study_plots.curves(
+            validation, seen, f"validation {loss}", f"Validation loss: {source}"
+        )
+    if training:
+        made["training"] = study_plots.curves(
+            training, seen, f"training {loss}, running mean", f"Training loss: {source}"
+        )
+    if len(time) > 1:
+        made["time"] = study_plots.curves(
+            time, "minutes of training, at the median step's speed", "validation perplexity",
+            f"Perplexity over time, {outcomes[0].device}: {source}",
+        )  # fmt: skip
+    return made
 
 
 def _series(

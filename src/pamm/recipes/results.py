@@ -1,6 +1,7 @@
 """What an arm measured, and the table that compares the arms."""
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,16 @@ class ArmResult:
     device: str
     device_type: str
     versions: dict[str, str]
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss); infinite where that is too large for a float."""
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+def finite(number: float) -> float | None:
+    """None in place of NaN and infinity, which JSON has not."""
+    return number if math.isfinite(number) else None
 
 
 def read_results(config: PretrainConfig, folder: Path) -> list[ArmResult]:

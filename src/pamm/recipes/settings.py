@@ -89,8 +89,8 @@ class PretrainConfig:
             ``hub:NAME``, ``hub:NAME:CONFIG`` or ``hub:NAME:CONFIG:SPLIT``. Those are streamed, and
             no further than the run needs, so that no text is seen twice.
         validation: the same for validation; without it the last 5 % of the text is held out.
-        tokenizer: a folder or a name that ``AutoTokenizer`` loads. Without it a byte-level BPE is
-            trained on the text. The paper's is ``google-t5/t5-base``.
+        tokenizer: a folder or a name that ``AutoTokenizer`` loads, or a ``tokenizer.json``. Without
+            it a byte-level BPE is trained on the text. The paper's is ``google-t5/t5-base``.
         vocabulary: size of the BPE that is trained.
         model: keys of ``transformers.LlamaConfig``; or the path of a JSON or YAML file with them,
             which is read at once; or llama-60m, llama-350m, llama-1b or llama-7b.
@@ -106,7 +106,7 @@ class PretrainConfig:
         max_grad_norm: gradients are scaled down to this norm.
         precision: ``"bf16"`` (autocast; weights in fp32), ``"fp32"``, or ``"auto"``: bf16 on CUDA.
         attention: ``"sdpa"``, ``"eager"``, or ``"flash_attention_2"`` where that is installed.
-        compile: whether steps run under ``torch.compile``.
+        compile: whether blocks, one by one, and the loss run under ``torch.compile``.
         activation_checkpointing: whether blocks are computed again in backward.
         fsdp: whether several processes share weights and optimizer (FSDP2), or have copies (DDP).
         eval_every: steps between two validations; there is one at the end too.
@@ -166,6 +166,11 @@ class PretrainConfig:
                 raise PammError(
                     f"{key} is {getattr(self, key)!r}; choose one of {', '.join(allowed)}."
                 )
+        if self.attention == "flash_attention_2" and self.precision == "fp32":
+            raise PammError(
+                "attention is 'flash_attention_2', which computes in bf16, and precision is fp32. "
+                "Change one of them."
+            )
         for key in ("compile", "activation_checkpointing", "fsdp"):
             if not isinstance(getattr(self, key), bool):
                 raise PammError(f"{key} is {getattr(self, key)!r}; give true or false.")

@@ -81,9 +81,12 @@ class Study:
         cells: the paper's studies (ratio, shape, tolerance, method), one or a list; or a mapping
             from names to keys of an arm, and under ``run`` what differs from the base.
         lrs: learning rates to choose from, the same for every cell.
+        more_lrs: how many rates a cell may add, one after the other, while its best one is the
+            least or the largest: in the same proportion as the last two there.
         seeds: of weights, batches and draws.
         tune_steps: length of the trainings that choose the rate; ``None`` takes all steps.
-        keep_checkpoints: whether a run's last checkpoint stays when it is finished.
+        keep_checkpoints: whether a run writes a checkpoint after its last step, and keeps it; or
+            the names of the cells whose runs do.
 
     Raises:
         PammError: if a value is outside what is allowed.
@@ -93,9 +96,10 @@ class Study:
     base: dict[str, Any]
     cells: Any
     lrs: tuple[float, ...]
+    more_lrs: int = 0
     seeds: tuple[int, ...] = (0,)
     tune_steps: int | None = None
-    keep_checkpoints: bool = False
+    keep_checkpoints: bool | list[str] = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.base, dict) or any(key in self.base for key in _OF_A_CELL):
@@ -111,13 +115,17 @@ class Study:
             whole_number("seeds", seed, least=0)
         if self.tune_steps is not None:
             whole_number("tune_steps", self.tune_steps, least=1)
-        if not isinstance(self.keep_checkpoints, bool):
-            raise PammError(f"keep_checkpoints is {self.keep_checkpoints!r}; give true or false.")
+        whole_number("more_lrs", self.more_lrs, least=0)
         if not isinstance(self.cells, dict):
             exact = self._config("exact", {"method": "exact"}, self.lrs[0], self.seeds[0])
             object.__setattr__(self, "cells", cells(self.cells, exact))
         if not self.cells:
             raise PammError("cells is empty; give at least one.")
+        kept = self.keep_checkpoints
+        if not isinstance(kept, bool) and (
+            not isinstance(kept, list) or any(name not in self.cells for name in kept)
+        ):
+            raise PammError(f"keep_checkpoints is {kept!r}; give true, false or names of cells.")
         if len({_slug(name) for name in self.cells}) < len(self.cells):
             raise PammError(f"cells are {', '.join(self.cells)}; two have the same folder name.")
         for name in self.cells:  # whatever is wrong with one is found before anything is trained
@@ -149,10 +157,27 @@ class Study:
         return Run(cell, config, folder / "runs" / _slug(cell) / name)
 
     def tuning(self, folder: Path, cell: str) -> list[Run]:
-        """One training at each rate; none if there is only one rate."""
-        if len(self.lrs) == 1:
-            return []
-        return [self.run(folder, cell, lr, self.seeds[0], self.tune_steps) for lr in self.lrs]
+        """One training at each rate, in the order of rates; none if there is only one rate.
+
+        Rates beyond the given ones are among them once it is known that they are needed.
+        """
+
+        def run(lr: float) -> Run:
+            return self.run(folder, cell, lr, self.seeds[0], self.tune_steps)
+
+        runs = [run(lr) for lr in self.lrs] if len(self.lrs) > 1 else []
+        for _ in range(self.more_lrs if runs else 0):
+            if not all(run.is_over for run in runs):
+                break
+            best = min(runs, key=lambda run: run.loss)
+            rates = [run.config.lr for run in runs]
+            if best is runs[0]:
+                runs.insert(0, run(_beyond(rates[1], rates[0])))
+            elif best is runs[-1]:
+                runs.append(run(_beyond(rates[-2], rates[-1])))
+            else:
+                break
+        return runs
 
     def best_lr(self, folder: Path, cell: str) -> float | None:
         """The rate with the lowest loss; ``None`` while it is not known."""
@@ -160,6 +185,11 @@ class Study:
         if not all(run.is_over for run in runs):
             return None
         return min(runs, key=lambda run: run.loss).config.lr if runs else self.lrs[0]
+
+    def keeps_checkpoints(self, run: Run) -> bool:
+        """Whether the last checkpoint of a run is written, and stays."""
+        kept = self.keep_checkpoints
+        return kept if isinstance(kept, bool) else run.cell in kept
 
     def final(self, folder: Path, cell: str) -> list[Run]:
         """The trainings at the best rate, one for each seed; none while the rate is not known."""
@@ -189,13 +219,14 @@ class Study:
             values = [result.perplexity for result in done if result.perplexity is not None]
             first, lr = done[0], done[0].lr
             config = self.run(folder, cell, lr, self.seeds[0]).config
+            tried = [run.config.lr for run in self.tuning(folder, cell)]
             yield {
                 "cell": cell,
                 "arm": config.arms[0].to_dict(),
                 "run": self.cells[cell].get("run", {}),
                 "lr": lr,
                 "lr_factor": first.lr_factor,
-                "lr_at_edge": len(self.lrs) > 1 and lr in (self.lrs[0], self.lrs[-1]),
+                "lr_at_edge": bool(tried) and lr in (tried[0], tried[-1]),
                 "seeds": len(done),
                 "not_finite": len(done) - len(values),
                 "perplexity": statistics.mean(values) if values else None,
@@ -227,6 +258,11 @@ class Study:
         run = {**self.base, **of_run, **({} if steps is None else {"steps": steps})}
         names = {"name": _slug(self.name), "arms": {cell: of_arm}, "lr": lr, "seed": seed}
         return PretrainConfig.from_dict({**run, **names})
+
+
+def _beyond(before: float, last: float) -> float:
+    """The next one of a geometric row, short enough for the name of a folder."""
+    return float(f"{last * last / before:.6g}")
 
 
 def _slug(name: str) -> str:

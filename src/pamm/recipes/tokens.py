@@ -25,6 +25,7 @@ from pamm.recipes.settings import PretrainConfig
 from pamm.recipes.text import Advance, find_files, read_texts
 
 END_OF_TEXT = "<|endoftext|>"
+_ENDS = (END_OF_TEXT, "<eos>", "</s>", "<|end_of_text|>")  # in files that do not say which it is
 _BPE_CHARACTERS = 32 << 20  # a BPE is trained on no more than this much of the text
 _HELD_OUT = 0.05
 _BATCH_CHARACTERS = 1 << 21
@@ -92,9 +93,10 @@ def prepare(config: PretrainConfig, folder: Path, console: Console, begun: bool 
         )
     fingerprint = _fingerprint(config, texts, held_out)
     made = folder / "tokens.json"
-    if made.exists() and read_json(made)["fingerprint"] == fingerprint:
+    known = made.exists() and read_json(made)["fingerprint"] == fingerprint
+    if known and (folder / "tokens.bin").exists():
         return Tokens.open(folder)
-    if begun:
+    if begun and not known:
         raise PammError(
             f"the text of the run in {folder} has changed since it began, so its arms would train "
             "on different data. Give the run another name, or put the text back."
@@ -112,7 +114,6 @@ def prepare(config: PretrainConfig, folder: Path, console: Console, begun: bool 
             counts.append(_encode(tokenizer, end_of_text, each, dtype, out, advance))
     total, validation = sum(counts), counts[1] or int(counts[0] * _HELD_OUT)
     _check_length(config, total - validation, validation, texts.limit)
-    os.replace(partial, folder / "tokens.bin")
     values = {
         "fingerprint": fingerprint,
         "dtype": dtype.name,
@@ -121,6 +122,12 @@ def prepare(config: PretrainConfig, folder: Path, console: Console, begun: bool 
         "vocabulary": vocabulary,
         "end_of_text": end_of_text,
     }
+    if begun and values != read_json(made):
+        raise PammError(
+            f"the text of the run in {folder} gives other tokens now than when it began; another "
+            "version of tokenizers, perhaps. Give the run another name."
+        )
+    os.replace(partial, folder / "tokens.bin")
     write_json(made, values)
     return Tokens.open(folder)
 
@@ -180,9 +187,19 @@ def train_bpe(texts: Iterable[str], vocabulary: int) -> Tokenizer:
 
 
 def load_tokenizer(name: str) -> tuple[Tokenizer, int | None]:
-    """A tokenizer that ``AutoTokenizer`` finds, and the number of its token that ends a text."""
+    """A tokenizer and the number of its token that ends a text.
+
+    Args:
+        name: what ``AutoTokenizer`` loads; or a file of ``tokenizers``, whose only special token
+            ends texts, or the one of ``_ENDS`` that it has.
+
+    Raises:
+        PammError: if it cannot be loaded.
+    """
     from transformers import AutoTokenizer
 
+    if is_file(name):
+        return _tokenizer_file(name)
     try:
         loaded: Any = AutoTokenizer.from_pretrained(name)
     except Exception as error:  # of many kinds, by what is wrong with the folder or the name
@@ -194,6 +211,27 @@ def load_tokenizer(name: str) -> tuple[Tokenizer, int | None]:
     if not loaded.is_fast:
         raise PammError(f"the tokenizer {name!r} has no fast form, which tokenising needs.")
     return loaded.backend_tokenizer, loaded.eos_token_id
+
+
+def is_file(name: str) -> bool:
+    """Whether a tokenizer's name is that of a file."""
+    return name.endswith(".json")
+
+
+def _tokenizer_file(name: str) -> tuple[Tokenizer, int]:
+    try:
+        tokenizer = Tokenizer.from_file(name)
+    except Exception as error:  # of one kind only, for files that lack and files that are wrong
+        raise PammError(f"cannot load the tokenizer {name!r}: {error}.") from error
+    added = tokenizer.get_added_tokens_decoder()
+    special = {token.content: number for number, token in added.items() if token.special}
+    ends = list(special) if len(special) == 1 else [end for end in _ENDS if end in special]
+    if not ends:
+        raise PammError(
+            f"the tokenizer {name!r} does not say which token ends a text: none of its special "
+            f"ones is {', '.join(_ENDS)}. Give a folder that AutoTokenizer loads."
+        )
+    return tokenizer, special[ends[0]]
 
 
 def _encode(
@@ -265,11 +303,17 @@ def _check_length(config: PretrainConfig, train: int, validation: int, limit: in
 
 def _fingerprint(config: PretrainConfig, texts: _Texts, held_out: _Texts) -> str:
     """Of what the tokens are made of: contents of files, not their names or times."""
-    made_of = [config.tokenizer, config.vocabulary, len(texts.files)]
+    tokenizer = config.tokenizer
+    read = [*texts.files, *held_out.files]
+    if tokenizer is not None and is_file(tokenizer):
+        if not Path(tokenizer).is_file():
+            raise PammError(f"no such file: {tokenizer}. Give a tokenizer that is there.")
+        tokenizer, read = "", [*read, Path(tokenizer)]
+    made_of = [tokenizer, config.vocabulary, len(texts.files)]
     for each in (texts, held_out):
         made_of += [*each.hub, each.limit] if each.hub else []
     digest = hashlib.sha256(" ".join(map(str, made_of)).encode())
-    for file in [*texts.files, *held_out.files]:
+    for file in read:
         with file.open("rb") as opened:
             digest.update(hashlib.file_digest(opened, "sha256").digest())
     return digest.hexdigest()

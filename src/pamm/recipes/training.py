@@ -1,5 +1,6 @@
 """Train one arm on the Transformers Trainer, go on from its last checkpoint, write its result."""
 
+import contextlib
 import dataclasses
 import gc
 import platform
@@ -11,9 +12,9 @@ from typing import Any
 import torch
 import transformers
 from rich.console import Console
+from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
-from transformers.integrations.integration_utils import TensorBoardCallback
+from transformers import PrinterCallback, Trainer, TrainingArguments
 
 import pamm
 from pamm.analysis.memory import peak_bytes
@@ -21,16 +22,16 @@ from pamm.errors import PammError
 from pamm.integrations.transformers import PammCallback
 from pamm.recipes.callbacks import (
     MetricsCallback,
+    NoLastCheckpoint,
     ProgressCallback,
     StopCallback,
-    finite,
-    perplexity,
+    to_board,
 )
 from pamm.recipes.files import read_json, read_json_lines, write_json
 from pamm.recipes.held import held_bytes
-from pamm.recipes.model import build
+from pamm.recipes.model import build, compile_blocks
 from pamm.recipes.ranks import processes, rank
-from pamm.recipes.results import METRICS, RESULT, ArmResult
+from pamm.recipes.results import METRICS, RESULT, ArmResult, finite, perplexity
 from pamm.recipes.settings import Arm, PretrainConfig
 from pamm.recipes.stop import Stop
 from pamm.recipes.tokens import Blocks, Tokens
@@ -39,10 +40,14 @@ _UNTIMED_STEPS = 5  # the first ones allocate and warm up
 
 
 class ArmTrainer(Trainer):
-    """A Trainer whose AdamW has ``pamm.param_groups``, made after the callback has converted."""
+    """A Trainer whose AdamW has ``pamm.param_groups``, made after the callback has converted.
+
+    It does not log losses by itself, because it would wait for the device at each step.
+    """
 
     def __init__(self, config: PretrainConfig, arm: Arm, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._loss, self._loss_of = torch.zeros(()), -1
         self._rates = {"lr": config.lr_of(arm), "lr_factor": config.lr_factor_of(arm)}
         self._weight_decay = config.weight_decay
 
@@ -54,9 +59,31 @@ class ArmTrainer(Trainer):
             self.optimizer = torch.optim.AdamW(groups, fused=self.args.device.type == "cuda")
         return self.optimizer
 
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The Trainer's; adds the losses of all forward passes of a step."""
+        loss = super().training_step(*args, **kwargs)
+        mean: Any = self.accelerator.reduce(loss, "mean") if processes() > 1 else loss
+        step = self.state.global_step
+        self._loss, self._loss_of = mean + self._loss if self._loss_of == step else mean, step
+        return loss
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Not counted: it takes longer than the rest of the Trainer, and nobody asks."""
+        return 0
+
+    def step_loss(self) -> Tensor:
+        """Of the last step, over all processes; on the device."""
+        return self._loss
+
 
 def train_arm(
-    config: PretrainConfig, arm: Arm, folder: Path, tokens: Tokens, console: Console, stop: Stop
+    config: PretrainConfig,
+    arm: Arm,
+    folder: Path,
+    tokens: Tokens,
+    console: Console,
+    stop: Stop,
+    keep_last: bool = True,
 ) -> bool:
     """Train one arm, from its last checkpoint if there is one.
 
@@ -69,6 +96,7 @@ def train_arm(
         tokens: of the run.
         console: shows the progress.
         stop: ends training after a step, with a checkpoint.
+        keep_last: whether there is a checkpoint after the last step, too.
 
     Returns:
         Whether it is finished and its result written; False if ``stop`` was asked before.
@@ -97,13 +125,25 @@ def train_arm(
         eval_dataset=Blocks(tokens.validation, config.sequence_length, config.eval_sequences),
         callbacks=[
             *([PammCallback(arm.config)] if _converts(config, arm) else []),
-            *(_writers(config, arm, folder, step, console) if rank() == 0 else []),
+            *([] if keep_last else [NoLastCheckpoint()]),
             StopCallback(stop),
         ],
     )
     _check_shared(trainer)
+    if config.compile:
+        compile_blocks(model)
     trainer.remove_callback(PrinterCallback)
-    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    with contextlib.ExitStack() as stack:
+        if rank() == 0:
+            where = str(folder / "tensorboard")
+            board = SummaryWriter(where, purge_step=step + 1, max_queue=1000)
+            stack.callback(board.close)
+            progress = ProgressCallback(console, arm.name)
+            trainer.add_callback(progress)
+            path, size, loss = folder / METRICS, config.tokens_per_step, trainer.step_loss
+            listeners = to_board(board), progress.show
+            trainer.add_callback(MetricsCallback(path, size, step, loss, listeners))
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     if trainer.state.global_step < config.steps:
         return False
     if rank() == 0:
@@ -145,16 +185,6 @@ def _check_shared(trainer: Trainer) -> None:
         )
 
 
-def _writers(
-    config: PretrainConfig, arm: Arm, folder: Path, step: int, console: Console
-) -> list[TrainerCallback]:
-    return [
-        MetricsCallback(folder / METRICS, config.tokens_per_step, step),
-        TensorBoardCallback(SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)),
-        ProgressCallback(console, arm.name),
-    ]
-
-
 def _arguments(config: PretrainConfig, arm: Arm, folder: Path) -> TrainingArguments:
     cuda = torch.cuda.is_available()
     return TrainingArguments(
@@ -170,7 +200,6 @@ def _arguments(config: PretrainConfig, arm: Arm, folder: Path) -> TrainingArgume
         max_grad_norm=config.max_grad_norm,
         bf16=config.precision == "bf16" or (config.precision == "auto" and cuda),
         use_cpu=not cuda,
-        torch_compile=config.compile,
         fsdp=config.fsdp and processes() > 1,  # type: ignore[arg-type]
         fsdp_config={
             "version": 2,
@@ -179,9 +208,10 @@ def _arguments(config: PretrainConfig, arm: Arm, folder: Path) -> TrainingArgume
         },
         ddp_find_unused_parameters=False,
         dataloader_pin_memory=cuda,
-        dataloader_num_workers=2 if cuda else 0,
+        dataloader_num_workers=0,  # a batch takes a millisecond to make, a process longer to start
+        accelerator_config={"non_blocking": True},  # batches move while the device works
         seed=config.seed,
-        logging_steps=1,
+        logging_strategy="no",  # MetricsCallback does
         logging_nan_inf_filter=False,  # a loss that is not finite is shown, not smoothed away
         eval_strategy="steps",
         eval_steps=config.eval_every,
@@ -190,7 +220,7 @@ def _arguments(config: PretrainConfig, arm: Arm, folder: Path) -> TrainingArgume
         # Processes do not write at the same time: while the last one still does, there must be
         # a checkpoint that all have written.
         save_total_limit=1 if processes() == 1 else 2,
-        report_to="none",  # TensorBoard is a callback of its own, with a folder of its own
+        report_to="none",  # TensorBoard has a folder of its own
         disable_tqdm=True,
     )
 

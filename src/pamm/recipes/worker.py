@@ -50,9 +50,9 @@ def main(folder: Path) -> int:
         return work_off(
             lambda: study.to_do(folder),
             begin=_begin,
-            train=lambda run: _train(run, folder, stop),
+            train=lambda run: _train(run, folder, stop, study.keeps_checkpoints(run)),
             stop=stop,
-            keep_checkpoints=study.keep_checkpoints,
+            keeps_checkpoints=study.keeps_checkpoints,
         )
     except PammError as error:
         show_error(error)
@@ -64,7 +64,7 @@ def work_off(
     begin: Callable[[J], None],
     train: Callable[[J], bool],
     stop: Stop,
-    keep_checkpoints: bool = False,
+    keeps_checkpoints: Callable[[J], bool] = lambda job: False,
 ) -> int:
     """Take one job after the other until none is left; returns the exit code.
 
@@ -73,13 +73,13 @@ def work_off(
         begin: writes down what the job is, or refuses it.
         train: does it; False if ``stop`` was asked before it was finished.
         stop: asked for by a signal.
-        keep_checkpoints: whether those of a finished job stay.
+        keeps_checkpoints: whether those of a finished job stay.
     """
     while not stop.asked:
         todo = to_do()
         if not todo:
             return 0
-        if not any(_take(job, begin, train, keep_checkpoints) for job in todo):
+        if not any(_take(job, begin, train, keeps_checkpoints(job)) for job in todo):
             time.sleep(_PAUSE_S)
     return 130
 
@@ -114,12 +114,12 @@ def _begin(run: Run) -> None:
     write_text(run.folder / RUN, run.config.to_yaml())
 
 
-def _train(run: Run, folder: Path, stop: Stop) -> bool:
+def _train(run: Run, folder: Path, stop: Stop, keep_last: bool) -> bool:
     from pamm.recipes.tokens import Tokens
     from pamm.recipes.training import train_arm
 
     tokens, quiet = Tokens.open(folder / DATA), Console(quiet=True)
-    return train_arm(run.config, run.arm, run.folder, tokens, quiet, stop)
+    return train_arm(run.config, run.arm, run.folder, tokens, quiet, stop, keep_last)
 
 
 if __name__ == "__main__":
