@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import pamm
 from pamm.adapters import PammAdapter
@@ -115,6 +116,25 @@ def held(model: nn.Module, names: dict[str, list[str]], autocast: bool = False) 
     return sum(saved_bytes(model, names, forward).values())
 
 
+def casts(model: nn.Module, autocast: bool) -> int:
+    """How many tensors of X's shape change their dtype in one forward pass."""
+
+    class Count(TorchDispatchMode):
+        number = 0
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            made = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten._to_copy.default:
+                self.number += made.shape == (2, TOKENS // 2, WIDTH)
+            return made
+
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast), Count() as count:
+        model(input_ids=ids())
+    return count.number
+
+
 class TestBytes:
     @pytest.mark.parametrize(
         ("settings", "copies", "states"),
@@ -156,6 +176,13 @@ class TestBytes:
         with counted_compressions(groups(model)) as shapes:
             step(model)
         assert shapes == [(TOKENS, WIDTH)] * BLOCKS * compressions
+
+    @pytest.mark.parametrize(("autocast", "fewer"), [(False, 2), (True, 6)])
+    def test_one_cast_of_x_serves_q_k_and_v(self, autocast: bool, fewer: int) -> None:
+        """PEFT makes three, and under autocast three more, back to the dtype that X had."""
+        plain, model = lora(), lora()
+        pamm.convert(model, CONFIG)
+        assert casts(plain, autocast) - casts(model, autocast) == fewer * BLOCKS
 
     def test_dora_sends_its_identity_through_uncompressed(self) -> None:
         model = lora(use_dora=True, base=llama())

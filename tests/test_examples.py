@@ -12,6 +12,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 NEEDS = {
     "accelerate_loop": "accelerate",
     "lightning_module": "lightning",
+    "torchtitan_override": "torchtitan",
     "transformers_trainer": "transformers",
     "trl_sft": "trl",
 }

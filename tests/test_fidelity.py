@@ -6,7 +6,7 @@ from torch.utils.checkpoint import checkpoint
 import pamm
 from pamm.analysis.memory import group_layers
 from pamm.fidelity import watch
-from tests.helpers import Model
+from tests.helpers import Model, pamm_layers
 
 X = (2, 32, 16)
 NAME = "layers.{}.attention.{{q_proj,k_proj,v_proj}}"
@@ -43,6 +43,32 @@ def test_cosine_and_error_are_those_of_the_gradients() -> None:
     assert f"cosine/{NAME.format(1)}" not in metrics
 
 
+def test_each_layer_has_numbers_of_its_own() -> None:
+    model, x = converted(), torch.randn(X)
+    names = [f"layers.0.attention.{each}_proj" for each in "qkv"]
+    with watch(model, ["layers.0.attention.[qv]_proj"]) as watched:
+        model(x).square().sum().backward()
+    made = gradients(model)
+    pamm.revert(model)
+    model.zero_grad()
+    model(x).square().sum().backward()
+    metrics = watched.metrics()
+    for name in (names[0], names[2]):
+        exact = model.get_parameter(f"{name}.weight").grad
+        cosine = torch.cosine_similarity(made[name].flatten(), exact.flatten(), dim=0).item()  # type: ignore[union-attr]
+        assert metrics[f"cosine/{name}"] == pytest.approx(cosine, abs=1e-5)
+        error = ((made[name] - exact).norm() / exact.norm()).item()  # type: ignore[union-attr, operator]
+        assert metrics[f"relative_error/{name}"] == pytest.approx(error, abs=1e-5)
+    assert len(metrics) == 2 + 2 * 2  # nothing of k, nor of the group
+
+
+def test_names_are_those_of_the_model_inside_a_wrapper() -> None:
+    wrapper = nn.DataParallel(converted()).train()
+    with watch(wrapper, ["layers.1.attention.k_proj"]) as watched:
+        wrapper.module(torch.randn(X)).sum().backward()
+    assert "cosine/layers.1.attention.k_proj" in watched.metrics()
+
+
 def test_watching_changes_no_gradient_and_leaves_nothing_behind() -> None:
     x = torch.randn(X)
     watched, plain = converted(), converted()
@@ -53,6 +79,7 @@ def test_watching_changes_no_gradient_and_leaves_nothing_behind() -> None:
     for one, other in zip(watched.parameters(), plain.parameters(), strict=True):
         assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
     assert [group.method for group in pamm.nn.groups(watched)] == methods
+    assert all(layer.pamm_watcher is None for layer in pamm_layers(watched))
 
 
 def test_held_bytes_are_those_of_the_report() -> None:

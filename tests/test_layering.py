@@ -23,7 +23,7 @@ LAYERS = (
     {"stream"},
     {"compressors"},
     {"autograd", "functional"},
-    {"sharing", "nn", "recompute"},
+    {"sharing", "nn", "recompute", "weightless"},
     {"adapters", "groups", "probe"},
     {"report", "bypass", "surgery", "optim", "fidelity", "padding"},
     {"integrations"},
@@ -33,7 +33,9 @@ LAYERS = (
     {"cli", "__main__"},
 )
 THIRD_PARTY = {
-    "integrations": {"transformers", "safetensors", "peft", "lightning", "axolotl", "pydantic"},
+    "integrations": {
+        *("transformers", "safetensors", "peft", "lightning", "axolotl", "pydantic", "torchtitan")
+    },
     "analysis": {"matplotlib", "transformers", "numpy"},
     "recipes": {
         "transformers",

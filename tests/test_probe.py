@@ -119,6 +119,18 @@ class TestRuns:
         assert probe(Two(), (X, X))
         assert probe(Two(), {"x": X, "y": X})
 
+    def test_a_wrapper_runs_the_models_in_it(self) -> None:
+        transformers = pytest.importorskip("transformers")
+        config = transformers.LlamaConfig(
+            hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+        )
+        wrapped = nn.ModuleDict({"inner": transformers.LlamaForCausalLM(config)})
+        found = reader(probe(wrapped), "inner.model.layers.0.self_attn.q_proj")
+        assert found.maker == "inner.model.layers.0.input_layernorm"
+        wrapped["inner"].model.layers[0].self_attn.o_proj = nn.Linear(3, 3)
+        with pytest.raises(RuntimeError, match=r"3, 3|3x3"):
+            probe(wrapped)
+
     def test_not_without_an_example(self) -> None:
         with pytest.raises(pamm.PammError, match="give convert an example"):
             probe(Model())

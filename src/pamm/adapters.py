@@ -3,7 +3,8 @@
 The base layer is frozen and keeps no input; the ``lora_A`` beside it is trained and does. PEFT
 casts X to the adapter's dtype (fp32 by default) once for each of q, k and v, and keeps all copies.
 Converted, ``lora_A`` gets X before that cast and casts it itself: the output is PEFT's bit for
-bit, no copy is kept, and q, k and v know by the identity of X that they share one compression.
+bit, no copy is kept, and q, k and v know by the identity of X that they share one cast and one
+compression.
 
 With dropout each ``lora_A`` reads a tensor of its own, which is compressed by itself. PEFT then
 casts as before, because dropout rounds differently in another dtype.
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pamm.functional import cast_like_autocast, linear_from_state
+from pamm.functional import cast_weights_like_autocast
 from pamm.nn import Pamm
 
 VARIANTS = {"DoraLinearVariant"}
@@ -29,15 +30,11 @@ class PammAdapter(Pamm):
 
     def forward(self, input: Tensor) -> Tensor:
         """x A.T, as PEFT computes it."""
-        x, weight, bias = cast_like_autocast(input, self.weight, self.bias)
-        x = x.to(weight.dtype)
+        weight, bias = cast_weights_like_autocast(self.weight, self.bias)
         is_plain = not (self.training and weight.requires_grad and torch.is_grad_enabled())
         if is_plain or _is_identity(input):
-            return nn.functional.linear(x, weight, bias)
-        # What is wider than X holds nothing that X does not.
-        kept = input if input.dtype.itemsize < x.dtype.itemsize else x
-        state = self.pamm_group.state(self.pamm_member, input, kept)
-        return linear_from_state(x, weight, bias, self.pamm_group.method, state)
+            return nn.functional.linear(input.to(weight.dtype), weight, bias)
+        return self._from_state(input, weight.dtype, weight, bias)
 
 
 def _is_identity(input: Tensor) -> bool:

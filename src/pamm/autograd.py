@@ -5,6 +5,9 @@
     dbias = sum_i dy_i         exact
     dW ~ (X.T dy).T            from the state a compressor kept in place of X
 
+Where X has another dtype than W, the layers that read X share one cast of it, and each casts its
+own dx back, as autograd does for a cast in front of ``F.linear``.
+
 Saved for backward: W and the state. A Function and not a pair of saved-tensor hooks, because hooks
 would rebuild X in backward, a tensor of tokens times features, and take the whole product with it.
 """
@@ -28,14 +31,15 @@ class CompressedLinear(torch.autograd.Function):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any,
         x: Tensor,
+        cast: Tensor | None,
         weight: Tensor,
         bias: Tensor | None,
         compressor: Compressor,
         *state: Tensor,
     ) -> Tensor:
-        ctx.compressor = compressor
+        ctx.compressor, ctx.dtype = compressor, x.dtype
         ctx.save_for_backward(weight if ctx.needs_input_grad[0] else None, *state)
-        return F.linear(x, weight, bias)
+        return F.linear(x if cast is None else cast, weight, bias)
 
     @staticmethod
     @once_differentiable
@@ -43,9 +47,11 @@ class CompressedLinear(torch.autograd.Function):
         ctx: Any, grad: Tensor
     ) -> tuple[Tensor | None, ...]:
         weight, *state = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        needs_x, _, needs_weight, needs_bias = ctx.needs_input_grad[:4]
         rows = grad.reshape(-1, grad.shape[-1])
-        grad_x = (rows @ weight).reshape(*grad.shape[:-1], -1) if needs_x else None
+        grad_x = None
+        if needs_x:
+            grad_x = (rows @ weight).to(ctx.dtype).reshape(*grad.shape[:-1], -1)
         grad_weight = ctx.compressor.weight_grad(tuple(state), rows) if needs_weight else None
         grad_bias = grad.sum_to_size(grad.shape[-1]) if needs_bias else None
-        return grad_x, grad_weight, grad_bias, None, *(None for _ in state)
+        return grad_x, None, grad_weight, grad_bias, None, *(None for _ in state)

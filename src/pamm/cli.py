@@ -107,6 +107,12 @@ Seq = Annotated[int, typer.Option(help="Tokens in a sequence; images have their 
 Dtype = Annotated[
     str, typer.Option(help="bf16, fp32, or bf16-amp and fp16-amp: fp32 weights under autocast.")
 ]
+Targets = Annotated[
+    list[str], typer.Option("--target", help="attention (q, k, v) or mlp (gate, up); repeat it.")
+]
+Widen = Annotated[
+    bool, typer.Option("--widen", help="Convert all linear layers that read X, an MLP's too.")
+]
 Ratio = Annotated[str, typer.Option(help="Share of the tokens kept as generators, such as 1/512.")]
 
 
@@ -117,6 +123,8 @@ def inspect(
     seq: Seq = 2048,
     dtype: Dtype = "bf16",
     ratio: Ratio = "1/512",
+    target: Targets = ["attention"],  # noqa: B006
+    widen: Widen = False,
 ) -> None:
     """Is PAMM worth it on this model? What it keeps for backward, and how much of that would go.
 
@@ -127,7 +135,15 @@ def inspect(
 
     config = PammConfig(ratio=ratio)  # type: ignore[arg-type]
     with Console(stderr=True).status("a training step without weights, in several settings"):
-        found = inspect(model, batch=batch, seq=seq, dtype=dtype, config=config)
+        found = inspect(
+            model,
+            batch=batch,
+            seq=seq,
+            dtype=dtype,
+            config=config,
+            targets=target,
+            widen=widen,
+        )
     Console().print(found)
 
 
@@ -144,6 +160,8 @@ def plan(
     checkpointing: Annotated[
         bool, typer.Option("--checkpointing", help="With full activation checkpointing.")
     ] = False,
+    target: Targets = ["attention"],  # noqa: B006
+    widen: Widen = False,
 ) -> None:
     """Does a training step fit on the device? Memory with and without PAMM, the largest batch.
 
@@ -162,6 +180,8 @@ def plan(
             config=config,
             memory=memory,
             checkpointing=checkpointing,
+            targets=target,
+            widen=widen,
         )
     Console().print(found)
 

@@ -3,7 +3,6 @@
 import fnmatch
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -11,7 +10,8 @@ from torch import Tensor, nn
 
 from pamm.compressors import Compressor, State
 from pamm.errors import PammError
-from pamm.nn import groups
+from pamm.nn import Pamm, groups, is_pamm
+from pamm.sharing import Group
 from pamm.stream import Draw
 from pamm.types import Compressed
 
@@ -20,49 +20,59 @@ class Watched:
     """What ``watch`` saw; read it after backward."""
 
     def __init__(self) -> None:
-        self._watchers: dict[str, _Watcher] = {}
+        self._groups: dict[str, _Watcher] = {}
+        self._layers: dict[str, list[_LayerWatcher]] = {}
 
     def metrics(self) -> dict[str, float]:
         """Numbers by name; empty if no group ran.
 
         ``held_bytes``: of all groups together, in the last forward pass. ``dropped_share``: of
-        tokens that the tolerance dropped, in all groups. For each chosen group ``cosine/GROUP`` and
-        ``relative_error/GROUP`` of its weight gradients against the exact ones of the same pass,
-        those of q, k and v taken as one vector: <a, e> / (||a|| ||e||) and ||a - e|| / ||e||.
+        tokens that the tolerance dropped, in all groups. For each chosen layer ``cosine/LAYER`` and
+        ``relative_error/LAYER`` of its weight gradient against the exact one of the same pass:
+        <a, e> / (||a|| ||e||) and ||a - e|| / ||e||. The same for each chosen group, the gradients
+        of its layers taken as one vector.
         """
-        ran = {name: each for name, each in self._watchers.items() if each.tokens}
+        ran = [each for each in self._groups.values() if each.tokens]
         if not ran:
             return {}
-        dropped = sum(float(each.dropped) for each in ran.values())
+        dropped = sum(float(each.dropped) for each in ran)
         numbers = {
-            "held_bytes": float(sum(each.held for each in ran.values())),
-            "dropped_share": dropped / sum(each.tokens for each in ran.values()),
+            "held_bytes": float(sum(each.held for each in ran)),
+            "dropped_share": dropped / sum(each.tokens for each in ran),
         }
-        for name, each in ran.items():
-            if each.products is not None:
-                approximate, exact, mixed = each.products.tolist()
-                if exact > 0:
-                    error = max(0.0, approximate - 2 * mixed + exact)
-                    numbers[f"relative_error/{name}"] = (error / exact) ** 0.5
-                    if approximate > 0:
-                        numbers[f"cosine/{name}"] = mixed / (approximate * exact) ** 0.5
+        for name, layers in self._layers.items():
+            seen = [each.products for each in layers if each.products is not None]
+            if seen:
+                numbers |= _compared(name, *torch.stack(seen).sum(0).tolist())
         return numbers
+
+
+def _compared(name: str, approximate: float, exact: float, mixed: float) -> dict[str, float]:
+    """From ||a||^2, ||e||^2 and <a, e>."""
+    numbers = {}
+    if exact > 0:
+        error = max(0.0, approximate - 2 * mixed + exact)
+        numbers[f"relative_error/{name}"] = (error / exact) ** 0.5
+        if approximate > 0:
+            numbers[f"cosine/{name}"] = mixed / (approximate * exact) ** 0.5
+    return numbers
 
 
 @contextmanager
 def watch(model: nn.Module, chosen: Iterable[str] | None = None) -> Iterator[Watched]:
     """Measure the forward and backward pass inside, without changing it.
 
-    Chosen groups keep X until backward and compute their exact weight gradient as well, so watch a
-    step now and then. Not for compiled models: the compiler would start again.
+    Groups with a chosen layer keep X until backward, and chosen layers compute their exact weight
+    gradient as well, so watch a step now and then. Not for compiled models: the compiler would
+    start again.
 
     Args:
         model: converted.
-        chosen: patterns of group names to compare with the exact gradient; the middle group by
-            default.
+        chosen: patterns of names to compare with the exact gradient: of layers, or of groups, which
+            stand for themselves and for each of their layers. The middle group by default.
 
     Raises:
-        PammError: if no group has such a name.
+        PammError: if no converted layer and no group has such a name.
 
     Example:
         >>> import pamm
@@ -70,47 +80,107 @@ def watch(model: nn.Module, chosen: Iterable[str] | None = None) -> Iterator[Wat
         >>> model = nn.ModuleDict({name: Linear(8, 8) for name in ("query", "key", "value")})
         >>> report = pamm.convert(model, pamm.PammConfig(ratio=1.0))
         >>> x = torch.randn(32, 8)
-        >>> with watch(model) as seen:
+        >>> with watch(model, ["query"]) as seen:
         ...     sum(layer(x) for layer in model.values()).sum().backward()
-        >>> round(seen.metrics()["cosine/{query,key,value}"], 4)
+        >>> round(seen.metrics()["cosine/query"], 4)
         1.0
     """
     found = groups(model)
-    names = [group.name for group in found]
-    if chosen is None:
-        picked = set(names[len(names) // 2 : len(names) // 2 + 1])
-    else:
-        patterns = [chosen] if isinstance(chosen, str) else list(chosen)
-        picked = {name for name in names for each in patterns if fnmatch.fnmatchcase(name, each)}
-        if not picked:
-            raise PammError(f"no group is named like {', '.join(patterns)}; there are {names}.")
     watched = Watched()
     methods = [group.method for group in found]
+    picked = _picked(model, found, chosen)
     try:
         for group in found:
-            watcher = _Watcher(group.method, group.name in picked)
-            watched._watchers[group.name] = group.method = watcher  # type: ignore[assignment]
+            watched._groups[group.name] = group.method = _Watcher(group.method)
+        made: dict[Pamm, _LayerWatcher] = {}
+        for name, layers in picked.items():
+            for layer in layers:
+                if layer not in made:
+                    made[layer] = _LayerWatcher(watched._groups[layer.pamm_group.name])
+                    layer.pamm_watcher = made[layer]
+            watched._layers[name] = [made[layer] for layer in layers]
         yield watched
     finally:
         for group, method in zip(found, methods, strict=True):
             group.method = method
+        for layers in picked.values():
+            for layer in layers:
+                layer.__dict__.pop("pamm_watcher", None)
 
 
-class _Watcher:
-    """A compressor that does what another one does, and looks."""
+def _picked(
+    model: nn.Module, found: list[Group], chosen: Iterable[str] | None
+) -> dict[str, list[Pamm]]:
+    """Layers to compare, under their own names and under those of whole groups."""
+    layers = {_bare(name): layer for name, layer in model.named_modules() if is_pamm(layer)}
+    of_group: dict[str, list[Pamm]] = {group.name: [] for group in found}
+    for layer in layers.values():
+        of_group[layer.pamm_group.name].append(layer)
+    names = [*of_group]
+    patterns = [chosen] if isinstance(chosen, str) else list(chosen or ())
+    if chosen is None:
+        whole = set(names[len(names) // 2 : len(names) // 2 + 1])
+    else:
+        whole = {name for name in names if _matches(name, patterns)}
+    single = {
+        name: [layer]
+        for name, layer in layers.items()
+        if layer.pamm_group.name in whole or _matches(name, patterns)
+    }
+    if patterns and not (whole or single):
+        raise PammError(f"no group is named like {', '.join(patterns)}; there are {names}.")
+    return {name: of_group[name] for name in names if name in whole} | single
 
-    def __init__(self, method: Compressor, compares: bool) -> None:
-        self._method, self._compares = method, compares
-        self._x: Tensor | None = None
-        self.held, self.tokens = 0, 0
-        self.dropped: Tensor | float = 0.0
-        self.products: Tensor | None = None
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._method, name)  # what is not watched
+def _bare(name: str) -> str:
+    """The name in the model as it was converted, without what wrappers put into it."""
+    return name.replace("_checkpoint_wrapped_module.", "").removeprefix("module.")
+
+
+def _matches(name: str, patterns: list[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, each) for each in patterns)
+
+
+class _StandIn:
+    """A compressor that does what another one does."""
+
+    def __init__(self, method: Compressor) -> None:
+        self._method = method
+
+    def prepare(self, in_features: int, device: torch.device) -> None:
+        self._method.prepare(in_features, device)
+
+    def move(self, device: torch.device) -> None:
+        self._method.move(device)
+
+    def carried(self) -> dict[str, Tensor]:
+        return self._method.carried()
+
+    def advance(self, x: Float[Tensor, "tokens n"]) -> None:
+        self._method.advance(x)
 
     def compress(self, x: Float[Tensor, "tokens n"], draw: Draw) -> State:
-        state = self._method.compress(x, draw)
+        return self._method.compress(x, draw)
+
+    def weight_grad(self, state: State, grad: Float[Tensor, "tokens m"]) -> Float[Tensor, "m n"]:
+        return self._method.weight_grad(state, grad)
+
+    def state_bytes(self, tokens: int, in_features: int, dtype: torch.dtype) -> int:
+        return self._method.state_bytes(tokens, in_features, dtype)
+
+
+class _Watcher(_StandIn):
+    """One that looks at what a group keeps."""
+
+    def __init__(self, method: Compressor) -> None:
+        super().__init__(method)
+        self.x: Tensor | None = None
+        self.is_compared = False
+        self.held, self.tokens = 0, 0
+        self.dropped: Tensor | float = 0.0
+
+    def compress(self, x: Float[Tensor, "tokens n"], draw: Draw) -> State:
+        state = super().compress(x, draw)
         # A layer that checkpointing runs again compresses again: the last state counts.
         self.held = sum(tensor.untyped_storage().nbytes() for tensor in state)
         self.tokens = len(x)
@@ -119,25 +189,26 @@ class _Watcher:
             self.dropped = len(x) * (1 - 1 / Compressed(*state).normalization)
         elif len(state) == 2:  # sampled rows and their numbers
             self.dropped = float(len(x) - len(state[1]))
-        if self._compares:
-            self._x = x.detach()
+        if self.is_compared:
+            self.x = x.detach()
         return state
 
+
+class _LayerWatcher(_StandIn):
+    """One that compares the weight gradient of a layer with the exact one."""
+
+    def __init__(self, group: _Watcher) -> None:
+        super().__init__(group)
+        self._group = group
+        group.is_compared = True
+        self.products: Tensor | None = None
+
     def weight_grad(self, state: State, grad: Float[Tensor, "tokens m"]) -> Float[Tensor, "m n"]:
-        made = self._method.weight_grad(state, grad)
-        if self._compares:
-            self._compare(made, grad)
-        return made
-
-    def _compare(self, made: Tensor, grad: Tensor) -> None:
-        assert self._x is not None
+        made, x = super().weight_grad(state, grad), self._group.x
+        assert x is not None
         with torch.autocast(grad.device.type, enabled=False):
-            approximate, exact = made.double(), (grad.float().T @ self._x.float()).double()
-            products = torch.stack(
-                [(a * b).sum() for a, b in
-                 ((approximate, approximate), (exact, exact), (approximate, exact))]
-            )  # fmt: skip
+            approximate, exact = made.double(), (grad.float().T @ x.float()).double()
+            pairs = (approximate, approximate), (exact, exact), (approximate, exact)
+            products = torch.stack([(a * b).sum() for a, b in pairs])
         self.products = products if self.products is None else self.products + products
-
-    def state_bytes(self, tokens: int, in_features: int, dtype: torch.dtype) -> int:
-        return self._method.state_bytes(tokens, in_features, dtype)
+        return made

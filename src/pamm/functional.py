@@ -115,22 +115,29 @@ def linear(
         )
     method = compressor(config)
     x, weight, bias = cast_like_autocast(x, weight, bias)
-    return linear_from_state(x, weight, bias, method, compress_rows(method, x, stream.draw))
+    state = compress_rows(method, x, stream.draw)
+    return linear_from_state(x, x, weight, bias, method, state)
 
 
 def cast_like_autocast(
     x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """What autocast does to the arguments of ``F.linear``, so that the output dtype is the same."""
-    device = x.device.type
+    return x.to(autocast_dtype(x)), *cast_weights_like_autocast(weight, bias)
+
+
+def cast_weights_like_autocast(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """``cast_like_autocast`` without the input."""
+    weight = weight.to(autocast_dtype(weight))
+    return weight, None if bias is None else bias.to(autocast_dtype(bias))
+
+
+def autocast_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype that ``F.linear`` would compute this argument in: its own, or autocast's."""
+    device = tensor.device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
-        return x, weight, bias
-    dtype = torch.get_autocast_dtype(device)
-
-    def cast(tensor: Tensor) -> Tensor:
-        return tensor if tensor.dtype == torch.float64 else tensor.to(dtype)
-
-    return cast(x), cast(weight), None if bias is None else cast(bias)
+        return tensor.dtype
+    return tensor.dtype if tensor.dtype == torch.float64 else torch.get_autocast_dtype(device)
 
 
 @torch.no_grad()
@@ -146,15 +153,21 @@ def compress_rows(
 
 def linear_from_state(
     x: Float[Tensor, "*batch n"],
+    cast: Float[Tensor, "*batch n"],
     weight: Float[Tensor, "m n"],
     bias: Float[Tensor, " m"] | None,
     method: Compressor,
     state: State,
 ) -> Float[Tensor, "*batch m"]:
-    """The linear layer, its weight gradient taken from a state that ``method`` made of x."""
+    """The linear layer, its weight gradient taken from a state that ``method`` made of x.
+
+    ``cast`` is x in the dtype of the weight: x itself, or made of it without a gradient.
+    """
+    other = None if cast is x else cast
     if x.ndim != 2 and x.is_contiguous():
         # As F.linear does itself. The Function then returns a tensor of its own: of a view it made,
         # autograd would forbid changes in place.
-        y = CompressedLinear.apply(x.view(-1, x.shape[-1]), weight, bias, method, *state)
+        other = None if other is None else other.view(-1, x.shape[-1])
+        y = CompressedLinear.apply(x.view(-1, x.shape[-1]), other, weight, bias, method, *state)
         return y.view(*x.shape[:-1], -1)
-    return CompressedLinear.apply(x, weight, bias, method, *state)
+    return CompressedLinear.apply(x, other, weight, bias, method, *state)

@@ -7,7 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from pamm.functional import cast_like_autocast, linear_from_state
+from pamm.compressors import Compressor
+from pamm.functional import autocast_dtype, cast_weights_like_autocast, linear_from_state
 from pamm.sharing import Group
 from pamm.swap import Swapped, mixed, restore
 
@@ -57,6 +58,8 @@ class Pamm(Swapped):
     bias: nn.Parameter | None
     pamm_group: Group
     pamm_member: int
+    pamm_watcher: Compressor | None = None
+    """Computes the weight gradient in place of the group's method (``pamm.fidelity.watch``)."""
 
     @classmethod
     def adopt(cls, layer: nn.Module, group: Group, member: int) -> None:
@@ -76,9 +79,17 @@ class Pamm(Swapped):
         if not (self.training and self.weight.requires_grad and torch.is_grad_enabled()):
             return super().forward(input)  # type: ignore[misc]
         weight = self.weight if isinstance(self, nn.Linear) else self.weight.T
-        x, weight, bias = cast_like_autocast(input, weight, self.bias)
-        state = self.pamm_group.state(self.pamm_member, input, x)
-        return linear_from_state(x, weight, bias, self.pamm_group.method, state)
+        weight, bias = cast_weights_like_autocast(weight, self.bias)
+        return self._from_state(input, autocast_dtype(input), weight, bias)
+
+    def _from_state(
+        self, input: Tensor, dtype: torch.dtype, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        """The layer in ``dtype``, with what the group shares."""
+        group = self.pamm_group
+        cast, state = group.share(self.pamm_member, input, dtype)
+        method = self.pamm_watcher or group.method
+        return linear_from_state(input, cast, weight, bias, method, state)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """``.to(device)`` takes the group along: a compiled layer would notice it move later."""

@@ -1,10 +1,8 @@
 """One forward pass without weights, to see who receives X, who keeps it and who made it.
 
 A copy of the model runs on the ``meta`` device: its weights have shapes and no values, so nothing
-of the model's size is allocated and no arithmetic is done, on whatever device the model is. What
-does not depend on weights (ids, masks, positions) is computed for real on the CPU, so that the
-model's own decisions come out as in training. Where a decision would need a weight's value it
-gets a made-up one.
+of the model's size is allocated and no arithmetic is done, on whatever device the model is
+(``pamm.weightless``).
 
 The model itself is not run: its buffers, hooks, mode and gradients stay as they are, and so do the
 global random states.
@@ -22,8 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.fx.experimental import _config
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pamm.adapters import uncast
@@ -31,6 +27,7 @@ from pamm.errors import PammError
 from pamm.example import Example, example_of
 from pamm.nn import is_linear, is_pamm
 from pamm.recompute import detach
+from pamm.weightless import Weightless
 
 aten = torch.ops.aten
 PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.convolution}
@@ -59,28 +56,41 @@ def probe(model: nn.Module, example: Example | None = None) -> list[Input]:
         model: any module.
         example: arguments of its forward: one, a tuple, or a mapping of keyword arguments. Without
             it, a model that says what it takes (those of Transformers do) gets what it says; parts
-            that it does not run, such as a vision tower, are run by themselves.
+            that it does not run, such as a vision tower, are run by themselves. So are the models
+            in a wrapper that does not say it.
 
     Raises:
         Exception: of any kind, from the model's own code or from an operation that needs values.
     """
     with _undisturbed():
         twin = _without_weights(model)
-        whole = example_of(twin) if example is None else example
-        if whole is None:
-            raise PammError("this model does not say what it takes; give convert an example of it")
-        watch = _run(twin, "", whole)
-        found, ran = watch.inputs(), watch.ran
-        if example is None:
-            for name, part in twin.named_modules():
-                inputs = example_of(part)
-                below = f"{name}."
-                if inputs and not any(f"{other}.".startswith(below) for other in ran):
-                    with contextlib.suppress(Exception):  # then this part is not seen
-                        watch = _run(part, name, inputs)
-                        found += watch.inputs()
-                        ran |= watch.ran
+        found: list[Input] = []
+        ran: set[str] = set()
+        problem: Exception | None = None
+        parts = [("", twin)] if example is not None else twin.named_modules()
+        for name, part in parts:
+            inputs = example_of(part) if example is None else example
+            if inputs is None or any(_is_below(other, name) for other in ran):
+                continue
+            try:
+                watch = _run(part, name, inputs)
+            except Exception as error:
+                if not name:
+                    raise
+                problem = problem or error  # this part is not seen
+            else:
+                found += watch.inputs()
+                ran |= watch.ran
+        if not ran:
+            raise problem or PammError(
+                "this model does not say what it takes; give convert an example of it"
+            )
     return found
+
+
+def _is_below(name: str, module: str) -> bool:
+    """Whether ``name`` is this module or in it."""
+    return not module or f"{name}.".startswith(f"{module}.")
 
 
 def _own(tensor: Tensor) -> Tensor:
@@ -93,7 +103,7 @@ def _run(module: nn.Module, name: str, example: Example) -> "_Watch":
     example = dict(example) if isinstance(example, Mapping) else example
     example = tree_map_only(Tensor, _own, example)
     try:
-        with _Weightless(watch), saved_tensors_hooks(watch.pack, lambda kept: kept):
+        with Weightless(before=watch.operation), saved_tensors_hooks(watch.pack, lambda kept: kept):
             if isinstance(example, dict):
                 module(**example)
             else:
@@ -144,7 +154,6 @@ def _undisturbed() -> Iterator[None]:
         with (
             compiler,
             warnings.catch_warnings(),
-            _config.patch(meta_nonzero_assume_all_nonzero=True),  # type: ignore[attr-defined]
             torch.random.fork_rng(devices=[]),
             torch.inference_mode(False),
             torch.enable_grad(),
@@ -156,38 +165,6 @@ def _undisturbed() -> Iterator[None]:
         random.setstate(states[0])
         if numpy:
             numpy.random.set_state(states[1])
-
-
-class _Weightless(TorchDispatchMode):
-    """Operations on what has no values have none; all others run for real on the CPU."""
-
-    def __init__(self, watch: "_Watch") -> None:
-        super().__init__()
-        self._watch = watch
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> object:
-        kwargs = dict(kwargs or {})
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        self._watch.operation(func, tensors)
-        no_values = any(tensor.is_meta for tensor in tensors)
-        if "device" in kwargs:
-            kwargs["device"] = torch.device("meta" if no_values else "cpu")
-        if func is aten.rand.default:  # layers that are left out at random are not left out
-            return torch.ones(*args, **kwargs)
-        if not no_values:
-            return func(*args, **kwargs)
-        if func is aten._local_scalar_dense.default:
-            return torch.ones((), dtype=tensors[0].dtype).item()
-        if func is aten.equal.default:
-            return True
-        if func is aten._grouped_mm.default and tensors[1].ndim == 3:  # on meta for bf16 alone
-            return tensors[0].new_empty(len(tensors[0]), tensors[1].shape[-1], device="meta")
-        args, kwargs = tree_map_only(
-            Tensor, lambda tensor: tensor if tensor.is_meta else tensor.to("meta"), (args, kwargs)
-        )
-        return func(*args, **kwargs)
 
 
 class _Call:

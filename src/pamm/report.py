@@ -18,6 +18,8 @@ class ConvertedGroup:
     """One input and the layers that read it."""
 
     name: str
+    layers: tuple[str, ...]
+    """Full names."""
     in_features: int
     out_features: tuple[int, ...]
     dtype: torch.dtype
@@ -51,6 +53,8 @@ class SkippedGroup:
     """Layers that looked like a group and were left alone."""
 
     name: str
+    layers: tuple[str, ...]
+    """Full names."""
     reason: str
 
 

@@ -1,5 +1,7 @@
 """One compression for each group: q, k and v read one X, so they share one state.
 
+Where they compute in another dtype than X's, they share one cast of X as well.
+
 The second and third reader recognise X by *object identity*, taken before any cast; never by its
 address, which another tensor may reuse. A state is used again only if nothing can have changed:
 
@@ -31,6 +33,9 @@ class _Current:
     x: "weakref.ref[Tensor]"
     version: int
     dtype: torch.dtype
+    """Of what was compressed."""
+    casts: dict[torch.dtype, Tensor]
+    """X in other dtypes than its own."""
     state: State
     waiting: frozenset[int]
 
@@ -64,31 +69,37 @@ class Group:
         self.stream = stream
         self._currents = _Currents()
 
-    def state(self, member: int, x: Tensor, cast: Tensor) -> State:
-        """The state of X for layer number ``member``; ``cast`` is X in the dtype to compute in."""
+    def share(self, member: int, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, State]:
+        """For layer number ``member``: X in the dtype to compute in, without a gradient if it has
+        another; and its state.
+        """
+        # A cast that is wider than X holds nothing that X does not.
+        kept = min((dtype, x.dtype), key=lambda each: each.itemsize)
         if torch.compiler.is_compiling():
-            return self._traced_state(member, cast)
+            return _cast(x, dtype, {}), self._traced_state(member, _cast(x, kept, {}))
         currents, key = self._currents.of, id(x)
         now = currents.get(key)
         known = (
             now is not None
             and now.x() is x
             and now.version == x._version
-            and now.dtype == cast.dtype
+            and now.dtype == kept
             and member in now.waiting
         )
         if not known:
-            state = compress_rows(self.method, cast, self.stream.draw)
+            casts: dict[torch.dtype, Tensor] = {}
+            state = compress_rows(self.method, _cast(x, kept, casts), self.stream.draw)
             gone = weakref.ref(x, lambda _: currents.pop(key, None))
-            now = _Current(gone, x._version, cast.dtype, state, frozenset(range(len(self.layers))))
-            currents[key] = now
+            waiting = frozenset(range(len(self.layers)))
+            now = currents[key] = _Current(gone, x._version, kept, casts, state, waiting)
         assert now is not None
+        cast = _cast(x, dtype, now.casts)
         now.waiting -= {member}
         if not now.waiting:
             del currents[key]
-        return now.state
+        return cast, now.state
 
-    def _traced_state(self, member: int, cast: Tensor) -> State:
+    def _traced_state(self, member: int, x: Tensor) -> State:
         """In a compiled graph every member writes the compression down, and the compiler, which
         finds the same operations on the same tensors, keeps one of them. So all must draw the same
         rows: the first trained member draws, the others draw again.
@@ -96,7 +107,7 @@ class Group:
         first = next(i for i, m in enumerate(self.layers) if m.weight.requires_grad)  # type: ignore[union-attr]
         leads = member == first
         draw = self.stream.draw if leads else self.stream.draw_again
-        return compress_rows(self.method, cast, draw, advance=leads)
+        return compress_rows(self.method, x, draw, advance=leads)
 
     def move(self, device: torch.device) -> None:
         """Take along what the group carries from step to step."""
@@ -109,3 +120,12 @@ class Group:
 
     def __setstate__(self, values: dict[str, object]) -> None:
         vars(self).update(values, _currents=_Currents())
+
+
+def _cast(x: Tensor, dtype: torch.dtype, made: dict[torch.dtype, Tensor]) -> Tensor:
+    """X in this dtype, without a gradient if it has another; ``made`` has those there are."""
+    if x.dtype == dtype:
+        return x
+    if dtype not in made:
+        made[dtype] = x.detach().to(dtype)
+    return made[dtype]

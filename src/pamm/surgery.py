@@ -6,12 +6,12 @@ is replaced: the projections themselves change class. So every model whose atten
 """
 
 import fnmatch
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor, nn
 
 from pamm.adapters import PammAdapter, attach_adapters, detach_adapters, dtypes, is_adapter, is_cast
-from pamm.bypass import refuse_bypasses
+from pamm.bypass import fused, refuse_bypasses
 from pamm.compressors import compressor
 from pamm.config import PammConfig
 from pamm.errors import NothingToConvertError, PammError, PartialGroupError
@@ -19,7 +19,7 @@ from pamm.example import Example
 from pamm.groups import TARGETS, Found, find
 from pamm.nn import Pamm, features, groups, is_linear, is_pamm
 from pamm.probe import Input, probe
-from pamm.recompute import Recomputing, attach, detach, recomputed_groups
+from pamm.recompute import Recomputing, attach, detach
 from pamm.report import ConvertedGroup, Report, SkippedGroup, merge_skipped
 from pamm.sharing import Group
 from pamm.stream import Stream
@@ -71,24 +71,57 @@ def convert(
         >>> convert(attention, PammConfig(ratio="1/128")).converted[0].in_features
         8
     """
-    config = config or PammConfig()
-    targets = _targets(targets)
+    config, targets = config or PammConfig(), _targets(targets)
     refuse_bypasses(model)
+    found, report = _survey(model, config, include, exclude, targets, widen, example)
+    if not found:
+        raise NothingToConvertError(_nothing(model, targets, report.skipped))
+    for group in found:
+        _convert(model, group, config)
+    return report
+
+
+def survey(
+    model: nn.Module,
+    config: PammConfig | None = None,
+    *,
+    targets: str | Iterable[str] = "attention",
+    widen: bool = False,
+) -> Report:
+    """What ``convert`` would do; the model stays as it is, and finding no group is no error.
+
+    Example:
+        >>> model = nn.ModuleDict({name: nn.Linear(8, 8) for name in ("query", "key", "value")})
+        >>> [group.layers for group in survey(model).converted]
+        [('query', 'key', 'value')]
+    """
+    config, targets = config or PammConfig(), _targets(targets)
+    return _survey(model, config, None, None, targets, widen, None)[1]
+
+
+def _survey(
+    model: nn.Module,
+    config: PammConfig,
+    include: Selector,
+    exclude: Selector,
+    targets: list[str],
+    widen: bool,
+    example: Example | None,
+) -> tuple[list[Found], Report]:
+    """The groups to convert, and what the report will say."""
     inputs, problem = _probe(model, example)
     found: list[Found] = []
     skipped = []
     for group in find(model, targets, inputs, widen):
+        reason = _reason(group, config, include, exclude) or fused(model, group.layers)
         if config.method == "recompute" and is_cast(model, group.layers):
             reason = "PEFT casts X to the dtype of the adapter, and the copy is not made again"
-            skipped.append(SkippedGroup(group.name, reason))
-        elif reason := _reason(group, config, include, exclude):
-            skipped.append(SkippedGroup(group.name, reason))
+        if reason:
+            skipped.append(SkippedGroup(group.name, tuple(group.layers), reason))
         else:
             found.append(group)
-    if not found:
-        raise NothingToConvertError(_nothing(model, targets, skipped))
-    converted = tuple(_convert(model, group, config) for group in found)
-    return Report(config, converted, tuple(skipped), problem)
+    converted = tuple(_described(model, group, config) for group in found)
+    return found, Report(config, converted, tuple(skipped), problem)
 
 
 def _targets(targets: str | Iterable[str]) -> list[str]:
@@ -108,29 +141,33 @@ def _probe(model: nn.Module, example: Example | None) -> tuple[list[Input] | Non
         return None, text if isinstance(error, PammError) else f"{type(error).__name__}: {text}"
 
 
-def _convert(model: nn.Module, found: Found, config: PammConfig) -> ConvertedGroup:
-    layers = list(found.layers.values())
-    weight = layers[0].weight
-    sizes = [features(layer) for layer in layers]
-    if config.method == "recompute":
-        assert found.source is not None
-        attach(model.get_submodule(found.source), layers, found.name)
-    else:
-        stream = Stream(config.seed, found.name, config.backend, weight.device)  # type: ignore[arg-type]
-        method = compressor(config)
-        method.prepare(sizes[0][0], weight.device)  # type: ignore[arg-type]
-        group = Group(found.name, layers, method, stream)
-        for member, (name, layer) in enumerate(found.layers.items()):
-            (PammAdapter if is_adapter(model, name) else Pamm).adopt(layer, group, member)
-        attach_adapters(model, found.layers)
+def _described(model: nn.Module, found: Found, config: PammConfig) -> ConvertedGroup:
+    sizes = [features(layer) for layer in found.layers.values()]
     return ConvertedGroup(
         found.name,
+        tuple(found.layers),
         sizes[0][0],
         tuple(out for _, out in sizes),
         *dtypes(model, found.layers),
         config,
         found.confirmed,
     )
+
+
+def _convert(model: nn.Module, found: Found, config: PammConfig) -> None:
+    layers = list(found.layers.values())
+    weight = layers[0].weight
+    if config.method == "recompute":
+        assert found.source is not None
+        attach(model.get_submodule(found.source), layers, found.name)
+    else:
+        stream = Stream(config.seed, found.name, config.backend, weight.device)  # type: ignore[arg-type]
+        method = compressor(config)
+        method.prepare(features(layers[0])[0], weight.device)  # type: ignore[arg-type]
+        group = Group(found.name, layers, method, stream)
+        for member, (name, layer) in enumerate(found.layers.items()):
+            (PammAdapter if is_adapter(model, name) else Pamm).adopt(layer, group, member)
+        attach_adapters(model, found.layers)
 
 
 def revert(model: nn.Module) -> int:
@@ -140,6 +177,11 @@ def revert(model: nn.Module) -> int:
         layer.release()
     detach_adapters(model)
     return len(layers) + detach(model)
+
+
+def is_converted(model: nn.Module) -> bool:
+    """Whether any layer of ``model`` is converted."""
+    return any(isinstance(module, Pamm | Recomputing) for module in model.modules())
 
 
 def seek(model: nn.Module, step: int) -> None:
@@ -155,7 +197,7 @@ def seek(model: nn.Module, step: int) -> None:
     if step < 0:
         raise PammError(f"step is {step}; give the number of the training step, 0 or above.")
     found = groups(model)
-    if not found and not recomputed_groups(model):
+    if not is_converted(model):
         raise PammError("this model has no PAMM layers; call pamm.convert(model) first.")
     for group in found:
         group.stream.seek(step)
@@ -227,7 +269,9 @@ def _obstacle(layers: dict[str, nn.Module]) -> str | None:
         if isinstance(layer, Pamm | Recomputing):
             return "already converted"
         if not is_linear(layer):
-            return f"{name} is {type(layer).__name__}, not nn.Linear"
+            kind = type(layer)
+            whose = f"{kind.__module__}." if kind.__name__ == "Linear" else ""
+            return f"{name} is {whose}{kind.__name__}, not nn.Linear"
         if type(layer.weight) is not nn.Parameter:
             return f"the weight of {name} is {type(layer.weight).__name__}, not a plain Parameter"
         if not layer.weight.is_floating_point():
@@ -240,7 +284,7 @@ def _obstacle(layers: dict[str, nn.Module]) -> str | None:
     return None
 
 
-def _nothing(model: nn.Module, targets: list[str], skipped: list[SkippedGroup]) -> str:
+def _nothing(model: nn.Module, targets: list[str], skipped: Sequence[SkippedGroup]) -> str:
     kind = type(model).__name__
     if skipped:
         lines = [f"{name}: {reason}" for name, reason in merge_skipped(skipped)]

@@ -14,6 +14,8 @@ from transformers import (
     PhiConfig,
     PhiForCausalLM,
     PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 import pamm
@@ -180,3 +182,18 @@ def test_a_dropout_mask_takes_a_byte_as_on_cuda(p: float, bytes_per_element: int
     model = nn.Dropout(p)
     x = torch.empty(10, 10, device="meta", requires_grad=True)
     assert dry_run(model, lambda: model(x).sum()).saved == 100 * bytes_per_element
+
+
+def test_experts_in_fp32() -> None:
+    """Their grouped product is known on ``meta`` for bf16 alone."""
+    config = Qwen3MoeConfig(
+        hidden_size=32, intermediate_size=64, moe_intermediate_size=16, num_experts=4,
+        num_experts_per_tok=2, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+        vocab_size=64, use_cache=False, experts_implementation="grouped_mm",
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = Qwen3MoeForCausalLM(config).train()
+    ids = torch.zeros(2, 8, dtype=torch.long)
+    run = dry_run(model, lambda: model(input_ids=ids, labels=ids).loss)
+    assert run.saved > 0
+    assert run.peak > run.saved

@@ -7,8 +7,12 @@ from typing import Any
 import pytest
 from transformers import (
     BertConfig,
+    FalconConfig,
     LlamaConfig,
+    PhiConfig,
     PretrainedConfig,
+    RwkvConfig,
+    T5Config,
     ViTConfig,
     WhisperConfig,
 )
@@ -78,7 +82,98 @@ def test_a_group_that_frees_nothing_is_not_worth_it_and_says_who_keeps_x(llama: 
     assert found.verdict.startswith(
         "Not worth it for memory. With bf16 weights, PAMM frees nothing"
     )
-    assert "X stays because model.layers.{0..1}.mlp.fc1 keep it too." in found.verdict
+    assert "X stays because of model.layers.{0..1}.mlp.fc1." in found.verdict
+
+
+PHI = SMALL | {"vocab_size": 128, "architectures": ["PhiForCausalLM"]}
+
+
+@pytest.fixture
+def phi(tmp_path: Path) -> str:
+    """Attention and MLP read one X: nothing is converted unless the group is widened."""
+    PhiConfig(**PHI).save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+def test_what_is_not_converted_is_shown_with_the_reason_and_what_widen_brings(phi: str) -> None:
+    found = inspect(phi, seq=64)
+    x = 64 * 64 * 2
+    attention, wide = found.groups[:2], found.groups[2:]
+    assert [(each.input_bytes, each.held_bytes) for each in attention] == [(x, None)] * 2
+    assert attention[0].others == ("model.layers.0.mlp.fc1",)
+    assert all(each.widened and not each.others and each.input_bytes == x for each in wide)
+    assert [each.name for each in wide] == [
+        f"model.layers.{n}.{{self_attn.{{q_proj,k_proj,v_proj}},mlp.fc1}}" for n in range(2)
+    ]
+    now = found.settings[0]
+    assert now.exact == now.pamm
+    assert now.widened is not None
+    assert wide[0].held_bytes is not None
+    assert now.exact - now.widened == 2 * (x - wide[0].held_bytes)
+    assert {group.reason.rpartition(";")[2] for group in found.skipped} == {
+        " convert them all with widen=True"
+    }
+
+
+def test_with_widen_those_are_the_groups(phi: str) -> None:
+    found, wide = inspect(phi, seq=64), inspect(phi, seq=64, widen=True)
+    assert [group.name for group in wide.groups] == [group.name for group in found.groups[2:]]
+    assert wide.settings[0].pamm == found.settings[0].widened
+    assert not wide.skipped
+
+
+def test_lora_frees_what_an_mlp_without_adapters_does_not_keep(phi: str) -> None:
+    pytest.importorskip("peft")
+    lora = next(each for each in inspect(phi, seq=64).settings if "bf16 adapters" in each.name)
+    assert lora.share > 0
+    assert lora.widened is None
+
+
+def test_layers_of_another_class_are_shown_too(tmp_path: Path) -> None:
+    settings = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    FalconConfig(**settings, architectures=["FalconForCausalLM"]).save_pretrained(tmp_path)
+    found = inspect(str(tmp_path), seq=16)
+    (group,) = found.groups
+    assert (group.held_bytes, group.input_bytes) == (None, 16 * 64 * 2)
+    assert "FalconLinear, not nn.Linear" in found.skipped[0].reason
+    assert found.verdict.startswith(
+        "Not worth it for memory. With bf16 weights, PAMM frees nothing"
+    )
+
+
+def test_a_model_without_such_layers_is_refused(tmp_path: Path) -> None:
+    RwkvConfig(hidden_size=32, num_hidden_layers=1, vocab_size=32).save_pretrained(tmp_path)
+    with pytest.raises(pamm.NothingToConvertError, match="no attention projections named"):
+        inspect(str(tmp_path))
+
+
+def test_the_commands_take_targets_and_widen(phi: str) -> None:
+    options = ("--seq", "64", "--target", "attention", "--target", "mlp", "--widen")
+    for command in ("inspect", "plan"):
+        result = call(command, phi, *options)
+        assert result.exit_code == 0, result.output
+        assert "stays" not in result.stdout
+    plain = " ".join(call("plan", phi, "--seq", "64").stdout.split())
+    assert "PAMM frees nothing in this step." in plain
+    assert "mlp.fc1; convert them all with widen=True." in plain
+
+
+def test_an_encoder_with_a_decoder(tmp_path: Path) -> None:
+    config = T5Config(
+        d_model=32, d_ff=64, d_kv=16, num_heads=2, num_layers=2, vocab_size=64,
+        architectures=["T5ForConditionalGeneration"],
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    found = {group.name: group for group in inspect(str(tmp_path), seq=16).groups}
+    both = found["decoder.block.{0..1}.layer.1.EncDecAttention.{k,v}"]
+    assert both.block_bytes == 0
+    assert both.input_bytes == 16 * 32 * 2
+
+
+def test_a_configuration_that_makes_no_model_is_refused(tmp_path: Path) -> None:
+    folder = save(tmp_path, BertConfig, "BertModel", hidden_size=63)
+    with pytest.raises(pamm.PammError, match="cannot build a model from the configuration"):
+        inspect(folder)
 
 
 @pytest.mark.parametrize(

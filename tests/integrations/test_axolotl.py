@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import yaml
 
 import pamm
 from tests.helpers import pamm_layers
@@ -25,11 +26,20 @@ def test_axolotl_loads_the_plugin_by_the_name_in_its_file() -> None:
 def test_the_callback_converts_the_model(tmp_path: Path) -> None:
     model = llama()
     (callback,) = PammPlugin().add_callbacks_pre_trainer(
-        DictDefault({"pamm": {"ratio": "1/8"}}), model
+        DictDefault({"pamm": {"ratio": "1/8", "targets": ["attention", "mlp"]}}), model
     )
     trainer(tmp_path, callback, model).train()
     assert callback.config == pamm.PammConfig(ratio=1 / 8)
-    assert len(pamm_layers(model)) == 6
+    assert len(pamm_layers(model)) == 10  # q, k, v, gate and up of two blocks
+
+
+def test_the_example_has_keys_that_the_plugin_takes() -> None:
+    example = Path(__file__).parents[2] / "examples" / "axolotl.yaml"
+    values = yaml.safe_load(example.read_text())
+    assert values["plugins"] == ["pamm.integrations.axolotl.PammPlugin"]
+    (callback,) = PammPlugin().add_callbacks_pre_trainer(DictDefault(values), llama())
+    assert PammArgs(**{"pamm": values["pamm"]})
+    assert callback.config.ratio == 1 / 128
 
 
 def test_a_wrong_key_is_refused_when_the_file_is_read() -> None:

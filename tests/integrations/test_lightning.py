@@ -157,6 +157,49 @@ def test_a_module_converted_before_is_left_alone(tmp_path: Path) -> None:
     assert callback.report is None
 
 
+def test_other_targets_and_selectors(tmp_path: Path) -> None:
+    module = Regression()
+    settings: dict[str, Any] = {"example": {"x": torch.zeros(1, 8, 16)}, "widen": True}
+    module.model.layers[0].attention.gate_proj = torch.nn.Linear(16, 16)
+    module.forward = lambda x: module.model(x)  # type: ignore[method-assign]
+    with pytest.raises(pamm.NothingToConvertError, match="no mlp projections named gate_proj"):
+        trainer(tmp_path, PammCallback(CONFIG, targets="mlp", **settings)).fit(module, data())
+    callback = PammCallback(CONFIG, exclude="*layers.1*", **settings)
+    trainer(tmp_path, callback).fit(module, data())
+    assert callback.report is not None
+    assert callback.report.problem is None
+    assert [group.name for group in groups(module)] == [NAMES.format(0)]
+
+
+def test_inputs_may_be_computed_again(tmp_path: Path) -> None:
+    class Forward(Regression):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.model(x)
+
+    module = Forward()
+    callback = PammCallback(pamm.PammConfig("recompute"), example=torch.zeros(1, 8, 16))
+    trainer(tmp_path, callback).fit(module, data())
+    assert pamm.revert(module) == 6
+
+
+def test_a_resumed_run_has_the_directions_it_had(tmp_path: Path) -> None:
+    config = pamm.PammConfig("subspace")
+    module, made = Regression(), trainer(tmp_path, PammCallback(config))
+    made.fit(module, data(count=4))
+    made.save_checkpoint(tmp_path / "model.ckpt")
+    resumed = Regression()
+    # No step is left: what is loaded stays as it is.
+    trainer(tmp_path, PammCallback(config)).fit(
+        resumed, data(count=4), ckpt_path=tmp_path / "model.ckpt", weights_only=True
+    )
+    before, after = pamm.carried(module), pamm.carried(resumed)
+    assert before.keys() == after.keys()
+    assert len(before) == 4
+    for name, tensor in before.items():
+        assert torch.equal(tensor, after[name])
+        assert tensor.any()
+
+
 def test_a_model_made_in_configure_model_converts_itself(tmp_path: Path) -> None:
     module = Late()
     trainer(tmp_path, PammCallback()).fit(module, data())
@@ -168,6 +211,17 @@ def test_one_that_does_not_is_an_error_and_not_a_silent_exact_run(tmp_path: Path
     module.converts = False
     with pytest.raises(pamm.PammError, match=r"call pamm\.convert there"):
         trainer(tmp_path, PammCallback()).fit(module, data())
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_activation_checkpointing_is_said(
+    tmp_path: Path, on: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = Regression()
+    module.model.gradient_checkpointing = on
+    with caplog.at_level(logging.WARNING, logger="pamm"):
+        trainer(tmp_path, PammCallback(CONFIG)).fit(module, data())
+    assert ("activation checkpointing is on" in caplog.text) == on
 
 
 def test_validation_alone_converts_nothing(tmp_path: Path) -> None:

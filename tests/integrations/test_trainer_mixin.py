@@ -123,7 +123,7 @@ def test_measuring_does_not_change_the_training(tmp_path: Path) -> None:
     plain, watched = llama(), llama()
     arguments = {"gradient_accumulation_steps": 2}
     trainer(tmp_path / "1", plain, arguments).train()
-    trainer(tmp_path / "2", watched, arguments, pamm_log_steps=1, pamm_log_groups=["*"]).train()
+    trainer(tmp_path / "2", watched, arguments, pamm_log_steps=1, pamm_log_layers=["*"]).train()
     for one, other in zip(plain.parameters(), watched.parameters(), strict=True):
         assert torch.equal(one, other)
 

@@ -1,3 +1,4 @@
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -6,7 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
 
 import pamm
 from pamm.integrations.transformers import PammCallback
@@ -96,6 +104,37 @@ def test_include_and_exclude_are_those_of_convert(tmp_path: Path) -> None:
     assert [group.name.split(".")[2] for group in groups(model)] == ["1"]
 
 
+def test_other_targets_and_wider_groups(tmp_path: Path) -> None:
+    model = llama()
+    trainer(tmp_path / "1", PammCallback(CONFIG, targets=("attention", "mlp")), model).train()
+    assert len(pamm_layers(model)) == 10  # q, k, v, gate and up of two blocks
+    parallel = PhiForCausalLM(
+        PhiConfig(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+        )
+    )
+    trainer(tmp_path / "2", PammCallback(CONFIG, widen=True), parallel).train()
+    assert [group.name for group in groups(parallel)] == [
+        "model.layers.0.{self_attn.{q_proj,k_proj,v_proj},mlp.fc1}"
+    ]
+
+
+def test_the_side_file_of_a_model_converted_before_does_not_make_up_settings(
+    tmp_path: Path,
+) -> None:
+    model = llama()
+    pamm.convert(model, pamm.PammConfig("recompute"))
+    trainer(tmp_path, PammCallback(CONFIG), model).train()
+    written = json.loads((tmp_path / "checkpoint-4" / "pamm_config.json").read_text())
+    assert written == {
+        "groups": [f"model.layers.{n}.self_attn.{{q_proj,k_proj,v_proj}}" for n in range(2)]
+    }
+
+
 def test_a_model_converted_before_is_left_alone(tmp_path: Path) -> None:
     model = llama()
     pamm.convert(model, pamm.PammConfig(ratio=1 / 2))
@@ -113,6 +152,21 @@ def test_a_model_without_attention_is_an_error_and_not_a_silent_exact_run(tmp_pa
             layer.self_attn.__delattr__(name)
     with pytest.raises(pamm.NothingToConvertError, match="no attention projections"):
         trainer(tmp_path, PammCallback(CONFIG), model)
+
+
+@pytest.mark.parametrize("count", [1, 6])
+def test_layers_that_are_replaced_after_conversion_are_an_error(tmp_path: Path, count: int) -> None:
+    """As Accelerate does when it prepares a model for fp8."""
+    model = llama()
+    made = trainer(tmp_path, PammCallback(CONFIG), model)
+    names = [name for name, layer in model.named_modules() if layer in pamm_layers(model)]
+    for name in names[:count]:
+        parent, _, child = name.rpartition(".")
+        old = model.get_submodule(name)
+        new = type("Float8Linear", (torch.nn.Linear,), {})(old.in_features, old.out_features, False)
+        setattr(model.get_submodule(parent), child, new)
+    with pytest.raises(pamm.PammError, match=r"groups are gone|is Float8Linear, not nn\.Linear"):
+        made.train()
 
 
 def test_the_model_that_model_init_makes_anew_is_converted_too(tmp_path: Path) -> None:

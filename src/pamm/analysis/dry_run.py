@@ -1,8 +1,7 @@
 """One training step without weights, values or a GPU: what is kept for backward, and the peak.
 
-The model is on the ``meta`` device: its tensors have shapes and no values, so a model of any size
-runs in seconds and in no memory. What does not depend on weights (ids, masks, positions) is
-computed for real, so that the model's own decisions come out as in training.
+The model is on the ``meta`` device (``pamm.weightless``), so one of any size runs in seconds and in
+no memory.
 """
 
 import dataclasses
@@ -14,12 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pamm.analysis.like_cuda import LikeCuda
-
-aten = torch.ops.aten
+from pamm.weightless import Weightless
 
 
 class Compressed(NamedTuple):
@@ -70,6 +66,11 @@ class DryRun:
             each.bytes for each in self.kept if each.keepers <= layers and not each.is_weight
         )
 
+    def read(self, layers: set[str]) -> int:
+        """Bytes of inputs of these layers, whoever keeps them."""
+        numbers = {number for layer in layers for number in self.inputs.get(layer, ())}
+        return sum(self.kept[number].bytes for number in numbers)
+
     def below(self, prefix: str) -> int:
         """Bytes kept by a module or by modules in it."""
         dot = f"{prefix}."
@@ -113,7 +114,7 @@ def dry_run(
         cuda = stack.enter_context(LikeCuda(autocast))
         watch = _Watch(model, memory, cuda, compressed)
         stack.callback(watch.end)
-        stack.enter_context(_Weightless(memory))
+        stack.enter_context(Weightless(after=memory.meet))
         stack.enter_context(torch.random.fork_rng(devices=[]))
         with saved_tensors_hooks(watch.pack, watch.unpack):
             result = loss()
@@ -172,38 +173,6 @@ class _Memory:
         self.now += size
         self.peak = max(self.peak, self.now)
         return self._count
-
-
-class _Weightless(TorchDispatchMode):
-    """Operations on what has no values have none; all others run for real on the CPU."""
-
-    def __init__(self, memory: _Memory) -> None:
-        super().__init__()
-        self._memory = memory
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> object:
-        kwargs = dict(kwargs or {})
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        no_values = any(tensor.is_meta for tensor in tensors)
-        if "device" in kwargs:
-            kwargs["device"] = torch.device("meta" if no_values else "cpu")
-        if no_values:
-            if func is aten._local_scalar_dense.default:
-                return torch.ones((), dtype=tensors[0].dtype).item()
-            if func is aten.equal.default:
-                return True
-            if func is aten.nonzero.default:  # as if nothing were zero
-                return torch.ones(tensors[0].shape, dtype=torch.bool, device="cpu").nonzero()
-            args, kwargs = tree_map_only(
-                Tensor, lambda each: each if each.is_meta else each.to("meta"), (args, kwargs)
-            )
-        made = func(*args, **kwargs)
-        for leaf in tree_leaves(made):
-            if isinstance(leaf, Tensor):
-                self._memory.meet(leaf)
-        return made
 
 
 class _StandIn(NamedTuple):

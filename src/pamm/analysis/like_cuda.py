@@ -94,6 +94,8 @@ def _attention(
         key, value = (x.repeat_interleave(repeats, -3) for x in (key, value))
     bias = None
     if attn_mask is not None:
+        if attn_mask.requires_grad and not attn_mask.is_meta:  # zeros in place of T5's positions
+            attn_mask = query.new_empty(attn_mask.shape, dtype=attn_mask.dtype).requires_grad_()
         zeros = torch.zeros(attn_mask.shape, dtype=query.dtype, device="meta")
         bias = zeros if attn_mask.dtype == torch.bool else attn_mask.to(query)
         bias = bias.expand(*query.shape[:-1], key.shape[-2])

@@ -81,13 +81,26 @@ class Source:
         return cls(name, config, AutoModelForCausalLM if known else AutoModel)
 
     def build(self, dtype: torch.dtype, device: torch.device | str = "meta") -> nn.Module:
-        """The model in training mode, without weights; with random ones on another device."""
+        """The model in training mode, without weights; with random ones on another device.
+
+        Raises:
+            PammError: if the configuration does not make a model.
+        """
         config = type(self.config).from_dict(self.config.to_dict())
         for part in (config, config.get_text_config()):
             part.use_cache = False
+        if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+            config.decoder_start_token_id = 0
         make = getattr(self.kind, "from_config", self.kind)
-        with torch.device(device):
-            model = make(config)
+        try:
+            with torch.device(device):
+                model = make(config)
+        except Exception as error:  # of the model's own code
+            raise PammError(
+                f"cannot build a model from the configuration {self.name!r} "
+                f"({type(error).__name__}: {' '.join(str(error).split())[:300]}). "
+                "Correct the configuration."
+            ) from error
         if getattr(model.config, "_attn_implementation", None) not in ("eager", "sdpa"):
             model.set_attn_implementation("sdpa")
         return model.to(dtype).train()

@@ -3,17 +3,18 @@
 import dataclasses
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from fractions import Fraction
 
 from rich.console import Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from pamm.analysis.inspect import NAMES, check_sizes, compressed, find
 from pamm.analysis.meta_model import Source, checkpoint, precision, step
 from pamm.config import PammConfig
 from pamm.errors import PammError
-from pamm.report import format_bytes, format_ratio
+from pamm.report import SkippedGroup, format_bytes, format_ratio, merge_skipped
 
 RATIOS = tuple(1 / 2**power for power in range(4, 11))
 """What the ratio is chosen from, 1/16 to 1/1024."""
@@ -54,6 +55,8 @@ class Plan:
     batch_pamm: int = 0
     ratio: float = 0.0
     """To choose: the largest with which as many fit as with the smallest, and no slower."""
+    skipped: tuple[SkippedGroup, ...] = ()
+    """Groups that are not converted, and why."""
 
     @property
     def advice(self) -> str:
@@ -69,6 +72,8 @@ class Plan:
             ]
         else:
             lines = ["PAMM frees nothing in this step."]
+            lines += [f"{name}: {reason}." for name, reason in merge_skipped(self.skipped)]
+            return " ".join(lines)
         if self.memory is not None and not max(self.batch_exact, self.batch_pamm):
             lines.append("Not even one sequence fits.")
         elif self.memory is not None and self.batch_pamm == self.batch_exact:
@@ -108,7 +113,7 @@ class Plan:
         if self.memory is not None:
             largest = (str(each or "none fits") for each in (self.batch_exact, self.batch_pamm))
             table.add_row(f"largest batch in {USABLE:.0%} of {format_bytes(self.memory)}", *largest)
-        return Group(table, f"[bold]{self.advice}[/bold]")
+        return Group(table, Text(self.advice, "bold"))
 
 
 def plan(
@@ -120,6 +125,8 @@ def plan(
     config: PammConfig | None = None,
     memory: str | None = None,
     checkpointing: bool = False,
+    targets: str | Iterable[str] = "attention",
+    widen: bool = False,
 ) -> Plan:
     """Predict a training step's memory from the model's configuration; see ``inspect``.
 
@@ -132,6 +139,7 @@ def plan(
         memory: of the device, such as ``"24GB"``. GB are counted as 2**30 bytes, as on the cards'
             boxes.
         checkpointing: with full activation checkpointing.
+        targets, widen: which layers, as in ``pamm.convert``.
 
     Raises:
         PammError: as ``inspect``; or if ``memory`` cannot be read.
@@ -141,7 +149,7 @@ def plan(
     room = None if memory is None else parse_memory(memory)
     source = Source.load(name)
     model = source.build(how.weights)
-    report, layers = find(model, config)
+    report = find(model, config, targets, widen)
     if checkpointing and not checkpoint(model, how):
         raise PammError(f"{type(model).__name__} does not know activation checkpointing.")
     own = [*model.parameters(), *model.buffers()]
@@ -149,11 +157,11 @@ def plan(
     trained = [p.numel() * p.element_size() for p in model.parameters() if p.requires_grad]
     optimizer = 2 * sum(trained)
 
-    members = [layer for group in layers.values() for layer in group]
+    members = [name for group in (*report.converted, *report.skipped) for name in group.layers]
 
     @functools.cache
     def predict(batch: int, config: PammConfig | None) -> Memory:
-        groups = [] if config is None else compressed(report, layers, how, config)
+        groups = [] if config is None else compressed(report, how, config)
         run = step(model, how, batch, seq, groups)
         tokens = max(run.rows.get(layer, 0) for layer in members)
         return Memory(weights, optimizer, run.saved, weights + optimizer + run.peak, tokens)
@@ -165,6 +173,7 @@ def plan(
         config,
         predict(batch, None),
         predict(batch, config),
+        skipped=report.skipped,
     )
     if room is None:
         return found

@@ -3,7 +3,7 @@
 .. code-block:: yaml
 
     plugins: [pamm.integrations.axolotl.PammPlugin]
-    pamm: {ratio: 1/512}
+    pamm: {ratio: 1/512}  # also include, exclude, targets and widen, as for pamm.convert
 """
 
 from typing import Any
@@ -15,18 +15,27 @@ from pamm.config import PammConfig
 from pamm.errors import PammError
 from pamm.integrations.transformers import PammCallback
 
+SELECT = ("include", "exclude", "targets", "widen")
+"""Keys that are arguments of ``pamm.convert``, not fields of ``PammConfig``."""
+
 
 class PammArgs(BaseModel):
     """The keys that the plugin adds to Axolotl's."""
 
     pamm: dict[str, Any] = {}
-    """The fields of ``PammConfig``; the defaults of those left out."""
+    """The fields of ``PammConfig``, and what selects layers; the defaults of those left out."""
 
     @field_validator("pamm")
     @classmethod
     def _is_config(cls, values: dict[str, Any]) -> dict[str, Any]:
-        PammConfig.from_dict(values)  # a PammError is a ValueError, which Axolotl shows
+        _callback(values)  # a PammError is a ValueError, which Axolotl shows
         return values
+
+
+def _callback(values: dict[str, Any]) -> PammCallback:
+    select = {name: values[name] for name in SELECT if name in values}
+    config = {name: value for name, value in values.items() if name not in SELECT}
+    return PammCallback(PammConfig.from_dict(config), **select)
 
 
 class PammPlugin(BasePlugin):
@@ -47,4 +56,4 @@ class PammPlugin(BasePlugin):
                 "lora_qkv_kernel computes q, k and v in a fused function that keeps X itself, "
                 "around the layers that PAMM converts. Set lora_qkv_kernel: false."
             )
-        return [PammCallback(PammConfig.from_dict(dict(cfg.get("pamm") or {})))]
+        return [_callback(dict(cfg.get("pamm") or {}))]

@@ -1,19 +1,23 @@
 """Lightning: a callback that converts the module of a ``Trainer``."""
 
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 import lightning
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from pamm.bypass import refuse_bypasses
+from pamm.bypass import checkpointing, refuse_bypasses
 from pamm.config import PammConfig
 from pamm.errors import PammError
-from pamm.nn import groups
+from pamm.example import Example
 from pamm.report import Report
-from pamm.surgery import Selector, convert, seek
+from pamm.surgery import Selector, carried, convert, is_converted, seek
 
 _log = logging.getLogger(__name__)
+
+CARRIED = "pamm_carried"
+"""The key in checkpoints, beside the weights, of what groups carry from step to step."""
 
 
 class PammCallback(lightning.Callback):
@@ -28,8 +32,8 @@ class PammCallback(lightning.Callback):
 
     Args:
         config: how inputs are kept; the defaults of ``PammConfig`` if left out.
-        include: which layers, as in ``pamm.convert``.
-        exclude: which not.
+        include, exclude, targets, widen, example: as in ``pamm.convert``. For several settings
+            convert the module before ``fit``.
 
     Raises:
         PammError: at the beginning of ``fit``, for the reasons of ``pamm.convert``.
@@ -48,9 +52,18 @@ class PammCallback(lightning.Callback):
         *,
         include: Selector = None,
         exclude: Selector = None,
+        targets: str | Iterable[str] = "attention",
+        widen: bool = False,
+        example: Example | None = None,
     ) -> None:
         self.config = config or PammConfig()
-        self._select: dict[str, Any] = {"include": include, "exclude": exclude}
+        self._select: dict[str, Any] = {
+            "include": include,
+            "exclude": exclude,
+            "targets": targets,
+            "widen": widen,
+            "example": example,
+        }
         self._step = -1
 
     def setup(
@@ -58,7 +71,7 @@ class PammCallback(lightning.Callback):
     ) -> None:
         """Convert the module."""
         late = is_overridden("configure_model", pl_module)
-        if stage == "fit" and not late and not groups(pl_module):
+        if stage == "fit" and not late and not is_converted(pl_module):
             self.report = convert(pl_module, self.config, **self._select)
             if trainer.is_global_zero:
                 _log.info("%s", self.report)
@@ -68,12 +81,37 @@ class PammCallback(lightning.Callback):
     ) -> None:
         """Look at what the strategy made of it."""
         refuse_bypasses(pl_module)
-        if not groups(pl_module):
+        if not is_converted(pl_module):
             raise PammError(
                 f"{type(pl_module).__name__} makes its model in configure_model and does not "
                 "convert it; call pamm.convert there, before the model is sharded."
             )
+        notice = checkpointing(pl_module)
+        if notice and trainer.is_global_zero:
+            _log.warning("%s", notice)
         self._step = -1
+
+    def on_save_checkpoint(
+        self,
+        trainer: lightning.Trainer,
+        pl_module: lightning.LightningModule,
+        checkpoint: dict[str, Any],
+    ) -> None:
+        """Save what groups carry from step to step, if they do, beside the weights."""
+        if tensors := carried(pl_module):
+            checkpoint[CARRIED] = {name: tensor.clone() for name, tensor in tensors.items()}
+
+    def on_load_checkpoint(
+        self,
+        trainer: lightning.Trainer,
+        pl_module: lightning.LightningModule,
+        checkpoint: dict[str, Any],
+    ) -> None:
+        """Give it back."""
+        tensors = carried(pl_module)
+        for name, saved in checkpoint.get(CARRIED, {}).items():
+            if name in tensors:
+                tensors[name].copy_(saved)
 
     def on_train_batch_start(
         self,

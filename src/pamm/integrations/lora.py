@@ -1,5 +1,6 @@
 """PEFT: puts LoRA on layers, to see what it would keep."""
 
+import warnings
 from collections.abc import Iterable
 
 from torch import nn
@@ -7,16 +8,13 @@ from torch import nn
 from pamm.extras import require
 
 
-def add_lora(model: nn.Module, layers: Iterable[str], fp32: bool) -> dict[str, str]:
+def add_lora(model: nn.Module, layers: Iterable[str], fp32: bool) -> None:
     """Freeze ``model`` and put LoRA of rank 16, without dropout, on ``layers``, in place.
 
     Args:
         model: of Transformers, of any device.
         layers: full names.
         fp32: keep adapters in fp32, as PEFT does by default; else in the dtype of the weights.
-
-    Returns:
-        For each layer the full name of what reads its input now.
 
     Raises:
         PammError: if PEFT is not installed.
@@ -25,9 +23,9 @@ def add_lora(model: nn.Module, layers: Iterable[str], fp32: bool) -> dict[str, s
     from peft import LoraConfig, inject_adapter_in_model
     from peft.tuners.tuners_utils import cast_adapter_dtype
 
-    names = list(layers)
-    inject_adapter_in_model(LoraConfig(r=16, target_modules=names), model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that Conv1D has its weight the other way round
+        inject_adapter_in_model(LoraConfig(r=16, target_modules=list(layers)), model)
     cast_adapter_dtype(model, "default", autocast_adapter_dtype=fp32)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_" in name)
-    return {name: f"{name}.lora_A.default" for name in names}

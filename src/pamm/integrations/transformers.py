@@ -6,6 +6,7 @@ Both work with the trainers of TRL, which are Trainers.
 import json
 import logging
 import math
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from pamm.bypass import refuse_bypasses
+from pamm.bypass import checkpointing, refuse_bypasses
 from pamm.config import PammConfig
 from pamm.errors import PammError
+from pamm.example import Example
 from pamm.fidelity import watch
-from pamm.nn import groups
+from pamm.nn import groups, is_pamm
 from pamm.recompute import recomputed_groups
 from pamm.report import Report
-from pamm.surgery import Selector, carried, convert, seek
+from pamm.surgery import Selector, carried, convert, is_converted, seek
 
 _log = logging.getLogger(__name__)
 
@@ -45,8 +47,8 @@ class PammCallback(TrainerCallback):
 
     Args:
         config: how inputs are kept; the defaults of ``PammConfig`` if left out.
-        include: which layers, as in ``pamm.convert``.
-        exclude: which not.
+        include, exclude, targets, widen, example: as in ``pamm.convert``. For several settings
+            convert the model before the Trainer is made.
 
     Raises:
         PammError: when the Trainer is made, for the reasons of ``pamm.convert``.
@@ -66,9 +68,19 @@ class PammCallback(TrainerCallback):
         *,
         include: Selector = None,
         exclude: Selector = None,
+        targets: str | Iterable[str] = "attention",
+        widen: bool = False,
+        example: Example | None = None,
     ) -> None:
         self.config = config or PammConfig()
-        self._select: dict[str, Any] = {"include": include, "exclude": exclude}
+        self._select: dict[str, Any] = {
+            "include": include,
+            "exclude": exclude,
+            "targets": targets,
+            "widen": widen,
+            "example": example,
+        }
+        self._converted: list[str] = []
 
     def on_init_end(
         self,
@@ -91,14 +103,11 @@ class PammCallback(TrainerCallback):
         model = kwargs["model"]
         refuse_bypasses(model)
         self._convert(model, state)
+        self._check(model)
         self._resume(model, args, state)
-        checkpointing = any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
-        if checkpointing and state.is_world_process_zero:
-            _log.warning(
-                "activation checkpointing is on: checkpointed blocks keep no X until backward, so "
-                "PAMM frees next to nothing in them and compresses twice. Turn it off "
-                "(activation_checkpointing=False) if memory allows."
-            )
+        notice = checkpointing(model)
+        if notice and state.is_world_process_zero:
+            _log.warning("%s", notice)
 
     def on_step_begin(
         self,
@@ -127,9 +136,12 @@ class PammCallback(TrainerCallback):
 
     def write_side_file(self, folder: Path) -> None:
         """Write ``pamm_config.json``: the settings, and the groups by name."""
-        made = [] if self.report is None else [group.name for group in self.report.converted]
-        text = json.dumps({**self.config.to_dict(), "groups": made}, indent=2)
+        text = json.dumps({**self.settings(), "groups": self._converted}, indent=2)
         (folder / SIDE_FILE).write_text(text + "\n", encoding="utf-8")
+
+    def settings(self) -> dict[str, Any]:
+        """How inputs are kept; empty for a model that was converted before, by other settings."""
+        return {} if self.report is None else self.config.to_dict()
 
     def _resume(self, model: nn.Module, args: TrainingArguments, state: TrainerState) -> None:
         """Give the groups back what they carried when the checkpoint was written."""
@@ -145,14 +157,33 @@ class PammCallback(TrainerCallback):
             _log.warning("%s is not there: directions are found anew in the first steps.", path)
 
     def _convert(self, model: nn.Module, state: TrainerState) -> None:
-        if groups(model) or recomputed_groups(model):
-            return
-        self.report = convert(model, self.config, **self._select)
+        is_new = not is_converted(model)
+        if is_new:
+            self.report = convert(model, self.config, **self._select)
+        if is_new or not self._converted:
+            self._converted = _groups(model)
         tag = getattr(model, "add_model_tags", None)
         if tag is not None:
             tag(["pamm"])
-        if state.is_world_process_zero:
+        if self.report is not None and state.is_world_process_zero:
             _log.info("%s", self.report)
+
+    def _check(self, model: nn.Module) -> None:
+        """What prepares a model for fp8 puts layers of its own in place of converted ones."""
+        lost = sorted({*self._converted} - {*_groups(model)})
+        if lost:
+            raise PammError(
+                f"{len(lost)} of {len(self._converted)} converted groups are gone, {lost[0]} for "
+                "one: something has put other layers in their place since, as training in fp8 "
+                "does. Train in bf16."
+            )
+
+
+def _groups(model: nn.Module) -> list[str]:
+    """Names of the groups whose layers are all there."""
+    count = {group.name: len(group.layers) for group in groups(model)}
+    there = Counter(layer.pamm_group.name for layer in model.modules() if is_pamm(layer))
+    return [name for name in count if there[name] == count[name]] + [*recomputed_groups(model)]
 
 
 def _split_param_groups(optimizer: Optimizer, model: nn.Module, lr_factor: float) -> None:
@@ -180,10 +211,10 @@ class PammTrainerMixin:
         pamm_lr_factor: the learning rate of weights trained by PAMM, as a factor of the others'
             (see ``pamm.param_groups``).
         pamm_log_steps: measure every so many steps, and log with the next loss:
-            ``pamm_held_bytes``, ``pamm_dropped_share``, ``pamm_cosine/GROUP`` and
-            ``pamm_relative_error/GROUP`` (``pamm.fidelity``). 0 is never.
-        pamm_log_groups: patterns of group names to compare with the exact gradient; the middle
-            group if left out.
+            ``pamm_held_bytes``, ``pamm_dropped_share``, ``pamm_cosine/LAYER`` and
+            ``pamm_relative_error/LAYER`` (``pamm.fidelity``). 0 is never.
+        pamm_log_layers: patterns of names to compare with the exact gradient, of layers or of
+            groups; the middle group and its layers if left out.
         args, kwargs: the Trainer's.
 
     Raises:
@@ -202,7 +233,7 @@ class PammTrainerMixin:
         pamm: PammCallback | PammConfig,
         pamm_lr_factor: float,
         pamm_log_steps: int = 0,
-        pamm_log_groups: Iterable[str] | None = None,
+        pamm_log_layers: Iterable[str] | None = None,
         **kwargs: Any,
     ) -> None:
         if not (math.isfinite(pamm_lr_factor) and pamm_lr_factor > 0):
@@ -211,7 +242,7 @@ class PammTrainerMixin:
             raise PammError(f"pamm_log_steps is {pamm_log_steps}; give 0 (never) or more.")
         self.pamm = pamm if isinstance(pamm, PammCallback) else PammCallback(pamm)
         self._pamm_lr_factor = pamm_lr_factor
-        self._pamm_log_steps, self._pamm_log_groups = pamm_log_steps, pamm_log_groups
+        self._pamm_log_steps, self._pamm_log_layers = pamm_log_steps, pamm_log_layers
         self._pamm_metrics: dict[str, float] = {}
         self._pamm_watched_step = -1
         kwargs["callbacks"] = [*(kwargs.get("callbacks") or ()), self.pamm]
@@ -235,7 +266,7 @@ class PammTrainerMixin:
         if not every or step % every or step == self._pamm_watched_step:
             return super().training_step(model, *args, **kwargs)  # type: ignore[misc]
         self._pamm_watched_step = step
-        with watch(model, self._pamm_log_groups) as watched:
+        with watch(model, self._pamm_log_layers) as watched:
             loss = super().training_step(model, *args, **kwargs)  # type: ignore[misc]
         self._pamm_metrics = {f"pamm_{name}": n for name, n in watched.metrics().items()}
         return loss
@@ -266,10 +297,13 @@ class PammTrainerMixin:
                 card.write_text(f"{text.rstrip()}\n\n{self._section()}", encoding="utf-8")
 
     def _section(self) -> str:
-        settings = "\n".join(f"- {k}: {v}" for k, v in self.pamm.config.to_dict().items())
-        count = len(self.pamm.report.converted) if self.pamm.report else 0
-        return (
-            f"## PAMM\n\nThe weight gradients of {count} groups of attention projections were "
-            "approximate in training (`pamm-torch`). Forward passes are exact, and using the model "
-            f"needs nothing of it.\n\n{settings}\n- lr_factor: {self._pamm_lr_factor}\n"
-        )
+        model: Any = self.model  # type: ignore[attr-defined]
+        kept, again = len(groups(model)), len(recomputed_groups(model))
+        text = "## PAMM\n\nTrained with `pamm-torch`. "
+        if kept:
+            text += f"The weight gradients of {kept} groups of linear layers were approximate. "
+        if again:
+            text += f"The inputs of {again} groups were computed again in backward, exactly. "
+        text += "Forward passes are exact, and using the model needs nothing of it.\n\n"
+        settings = self.pamm.settings() | {"lr_factor": self._pamm_lr_factor}
+        return text + "".join(f"- {name}: {value}\n" for name, value in settings.items())
