@@ -21,6 +21,7 @@ import json
 import lzma
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -141,8 +142,13 @@ def rate(step: int, steps: int) -> float:
     return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - warm) / (steps - warm)))
 
 
-def train(run: dict[str, Any], data: Data) -> dict[str, Any]:
-    """One training; validation loss along the way, and seconds of a step."""
+def train(
+    run: dict[str, Any], data: Data, keep: Callable[[nn.Module], object] = lambda _: None
+) -> dict[str, Any]:
+    """One training; validation loss along the way, and seconds of a step.
+
+    ``keep`` gets the model when it is trained.
+    """
     seed, steps = run.get("seed", 0), run["steps"]
     size = SIZES[run.get("size", "60M")]
     sequences = run.get("batch", 128)
@@ -193,13 +199,14 @@ def train(run: dict[str, Any], data: Data) -> dict[str, Any]:
             curve[step + 1] = validate()
             _wait()
             began = time.perf_counter()
+    keep(model)
     loss_curve = torch.stack(history).float()
     each = max(1, steps // 100)
     return {
         "perplexity": math.exp(curve[max(curve)]),
         "validation_loss": curve,
         "training_loss": [round(float(v), 4) for v in loss_curve.unfold(0, each, each).mean(1)],
-        "step_ms": 1e3 * seconds / (steps - 1 - warm),
+        "step_ms": 1e3 * seconds / max(1, steps - 1 - warm),
         "peak_allocated_bytes": torch.cuda.max_memory_allocated() if DEVICE.type == "cuda" else 0,
         **bytes_,
         **environment(DEVICE),

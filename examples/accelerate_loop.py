@@ -48,8 +48,10 @@ def main() -> None:
             step += 1
             pamm.seek(model, step)  # a run resumed at this step draws what this one draws
             accelerator.print(f"step {step}: loss {loss.item():.3f}")
-    # Gradients first: gloo's threads must not meet an interpreter that is closing.
+    # The model goes before the processes part: it would take gloo's threads down with it, and wait
+    # for them while they wait for Python.
     accelerator.wait_for_everyone()
+    model, optimizer, loader = accelerator.free_memory(model, optimizer, loader)
     accelerator.end_training()
 
 
