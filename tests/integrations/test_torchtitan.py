@@ -1,5 +1,7 @@
 """torchtitan's override: with torchtitan where it is installed, else with a stub."""
 
+import contextlib
+import importlib
 import importlib.util
 from types import SimpleNamespace
 from typing import Any
@@ -15,12 +17,10 @@ from tests.integrations import torchtitan_stub
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torchtitan's own imports
 INSTALLED = importlib.util.find_spec("torchtitan") is not None
-if not INSTALLED:
-    torchtitan_stub.install()
-
-attention: Any = pytest.importorskip("torchtitan.models.common.attention")
-Linear: Any = pytest.importorskip("torchtitan.models.common.linear").Linear
-titan: Any = pytest.importorskip("pamm.integrations.torchtitan")
+with contextlib.nullcontext() if INSTALLED else torchtitan_stub.installed():
+    attention: Any = importlib.import_module("torchtitan.models.common.attention")
+    Linear: Any = importlib.import_module("torchtitan.models.common.linear").Linear
+    titan: Any = importlib.import_module("pamm.integrations.torchtitan")
 
 WIDTH, HEADS, KV_HEADS = 32, 4, 2
 HEAD = WIDTH // HEADS
