@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import importlib.util
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,9 +16,12 @@ from pamm.nn import groups
 from tests.helpers import counted_compressions
 from tests.integrations import torchtitan_stub
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of torchtitan's own imports
+pytestmark = pytest.mark.filterwarnings("ignore")
 INSTALLED = importlib.util.find_spec("torchtitan") is not None
-with contextlib.nullcontext() if INSTALLED else torchtitan_stub.installed():
+with (
+    contextlib.nullcontext() if INSTALLED else torchtitan_stub.installed(),
+    warnings.catch_warnings(action="ignore"),  # of torchtitan's own imports
+):
     attention: Any = importlib.import_module("torchtitan.models.common.attention")
     Linear: Any = importlib.import_module("torchtitan.models.common.linear").Linear
     titan: Any = importlib.import_module("pamm.integrations.torchtitan")
