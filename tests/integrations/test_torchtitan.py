@@ -1,6 +1,9 @@
 """torchtitan's override: with torchtitan where it is installed, else with a stub."""
 
+import contextlib
+import importlib
 import importlib.util
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,14 +16,15 @@ from pamm.nn import groups
 from tests.helpers import counted_compressions
 from tests.integrations import torchtitan_stub
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of torchtitan's own imports
+pytestmark = pytest.mark.filterwarnings("ignore")
 INSTALLED = importlib.util.find_spec("torchtitan") is not None
-if not INSTALLED:
-    torchtitan_stub.install()
-
-attention: Any = pytest.importorskip("torchtitan.models.common.attention")
-Linear: Any = pytest.importorskip("torchtitan.models.common.linear").Linear
-titan: Any = pytest.importorskip("pamm.integrations.torchtitan")
+with (
+    contextlib.nullcontext() if INSTALLED else torchtitan_stub.installed(),
+    warnings.catch_warnings(action="ignore"),  # of torchtitan's own imports
+):
+    attention: Any = importlib.import_module("torchtitan.models.common.attention")
+    Linear: Any = importlib.import_module("torchtitan.models.common.linear").Linear
+    titan: Any = importlib.import_module("pamm.integrations.torchtitan")
 
 WIDTH, HEADS, KV_HEADS = 32, 4, 2
 HEAD = WIDTH // HEADS

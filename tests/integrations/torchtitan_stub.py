@@ -6,10 +6,13 @@ with the names, fields and signatures of torchtitan, and nothing of its sharding
 
 import dataclasses
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, ClassVar
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -94,16 +97,20 @@ def derive(source: Any, target_cls: Any, **deltas: Any) -> Any:
     return target_cls(**{name: getattr(source, name) for name in shared} | deltas)
 
 
-def install() -> None:
-    """Let ``import torchtitan`` find this."""
+@contextmanager
+def installed() -> Iterator[None]:
+    """Inside, ``import torchtitan`` finds this; afterwards nothing of it is left."""
     parts = {
         "torchtitan.config.override": (override, derive),
         "torchtitan.models.common.attention": (BaseQKVLinear, QKVLinear, FusedQKVLinear),
         "torchtitan.models.common.linear": (Linear,),
     }
-    for name, contents in parts.items():
-        steps = name.split(".")
-        for length in range(1, len(steps) + 1):
-            path = ".".join(steps[:length])
-            sys.modules.setdefault(path, ModuleType(path))
-        vars(sys.modules[name]).update({each.__name__: each for each in contents})
+    with pytest.MonkeyPatch.context() as patch:
+        for name, contents in parts.items():
+            steps = name.split(".")
+            for length in range(1, len(steps) + 1):
+                path = ".".join(steps[:length])
+                patch.setitem(sys.modules, path, ModuleType(path))
+            vars(sys.modules[name]).update({each.__name__: each for each in contents})
+        yield
+        sys.modules.pop("pamm.integrations.torchtitan", None)
