@@ -12,6 +12,7 @@ from pamm.bench import cli as bench
 from pamm.errors import ArmFailedError, PammError
 from pamm.recipes import finetune
 from pamm.recipes.console import show_error
+from pamm.recipes.finetune import Output, Workers
 
 
 class _Group(TyperGroup):
@@ -43,8 +44,6 @@ app = typer.Typer(
 
 app.add_typer(bench.app, name="bench", cls=_Group)
 app.add_typer(finetune.app, name="finetune", cls=_Group)
-
-Output = Annotated[Path, typer.Option(help="Folder of all runs.", metavar="FOLDER")]
 
 
 @app.command()
@@ -194,10 +193,7 @@ def ablate(
     output: Annotated[Path, typer.Option(help="Folder of all studies.", metavar="FOLDER")] = Path(
         "studies"
     ),
-    workers: Annotated[
-        int | None,
-        typer.Option(help="Trainings at a time; one on each GPU by default.", min=1),
-    ] = None,
+    workers: Workers = None,
 ) -> None:
     """The paper's studies: a grid of trainings, each cell at its best learning rate, with seeds.
 

@@ -18,6 +18,12 @@ Results = Annotated[
 Arms = Annotated[
     str, typer.Option(help="What to compare: exact, pamm, paper (its own operations).")
 ]
+Shapes = Annotated[
+    list[str],
+    typer.Option(help="TOKENS,IN,OUT of q, of k and of v. May be given several times."),
+]
+Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
+Layout = Annotated[str, typer.Option(help="separate (q, k, v) or fused (one layer).")]
 Ratio = Annotated[str, typer.Option(help="Share of tokens kept as generators.")]
 Repeats = Annotated[
     int, typer.Option(help="Measurements of each, of which the median counts.", min=1)
@@ -27,15 +33,10 @@ Device = Annotated[str, typer.Option(help="cuda, cpu, or auto.")]
 
 @app.command()
 def op(
-    shape: Annotated[
-        list[str],
-        typer.Option(help="TOKENS,IN,OUT of q, of k and of v. May be given several times."),
-    ] = _SHAPES,
+    shape: Shapes = _SHAPES,
     ratio: Ratio = "1/128",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "auto",
-    layout: Annotated[
-        str, typer.Option(help="separate (q, k, v) or fused (one layer).")
-    ] = "separate",
+    dtype: Dtype = "auto",
+    layout: Layout = "separate",
     arms: Arms = "exact,pamm,paper",
     repeats: Repeats = 20,
     device: Device = "auto",
@@ -113,19 +114,14 @@ def breakdown(
 
 @app.command()
 def tune(
-    shape: Annotated[
-        list[str],
-        typer.Option(help="TOKENS,IN,OUT of q, of k and of v. May be given several times."),
-    ] = _SHAPES,
+    shape: Shapes = _SHAPES,
     ratio: Ratio = "1/512",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "auto",
-    layout: Annotated[
-        str, typer.Option(help="separate (q, k, v) or fused (one layer).")
-    ] = "separate",
+    dtype: Dtype = "auto",
+    layout: Layout = "separate",
 ) -> None:
     """Time a few tiles for each kernel on this GPU and keep the best on disk: seconds a shape.
 
-    Later runs of any program on this machine use them. Without it, tiles that suit an H100 serve.
+    Later runs of any program on this machine use them. Without it, tiles that suit an H200 serve.
     """
     from pamm.bench.op import Shape
     from pamm.bench.table import tune_table

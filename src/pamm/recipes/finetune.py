@@ -7,6 +7,11 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+Output = Annotated[Path, typer.Option(help="Folder of all runs.", metavar="FOLDER")]
+Workers = Annotated[
+    int | None, typer.Option(help="Trainings at a time; one on each GPU by default.", min=1)
+]
+
 app = typer.Typer(no_args_is_help=True, help="Fine-tune a model with and without PAMM.")
 
 
@@ -29,13 +34,8 @@ def glue(
     task: Annotated[
         list[str] | None, typer.Option(help="Only this one; may be given several times.")
     ] = None,
-    output: Annotated[Path, typer.Option(help="Folder of all runs.", metavar="FOLDER")] = Path(
-        "runs"
-    ),
-    workers: Annotated[
-        int | None,
-        typer.Option(help="Trainings at a time; one on each GPU by default.", min=1),
-    ] = None,
+    output: Output = Path("runs"),
+    workers: Workers = None,
 ) -> None:
     """Full fine-tuning against PAMM on the tasks of GLUE, tuned alike, with several seeds.
 
@@ -74,13 +74,8 @@ def vlm(
     data: Annotated[
         str | None, typer.Option(help="Folder of CLASS/*.jpg; or drawn.", metavar="FOLDER")
     ] = None,
-    output: Annotated[Path, typer.Option(help="Folder of all runs.", metavar="FOLDER")] = Path(
-        "runs"
-    ),
-    workers: Annotated[
-        int | None,
-        typer.Option(help="Trainings at a time; one on each GPU by default.", min=1),
-    ] = None,
+    output: Output = Path("runs"),
+    workers: Workers = None,
 ) -> None:
     """LoRA (or full fine-tuning) against PAMM on a model of images and text, with several seeds.
 
