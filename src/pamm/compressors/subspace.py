@@ -51,9 +51,8 @@ class Subspace:
         with ops.no_autocast(x):
             basis = subspace.basis(self.axes.to(accumulation_dtype(x.dtype)), drawn).to(x.dtype)
             codes, size, scale = ops.encode(x @ basis, fine, self.config.backend)
-        weight = torch.ones_like(scale)
-        weight[carried:] = n / fresh
-        return codes, size, scale * weight, basis
+        scale[carried:] *= n / fresh
+        return codes, size, scale, basis
 
     def weight_grad(self, state: State, grad: Float[Tensor, "tokens m"]) -> Float[Tensor, "m n"]:
         """(Q diag(w) ((X Q).T @ G)).T."""
