@@ -74,9 +74,8 @@ def measure(study: Path, tokens: Path, results: Path) -> None:
     settings = {run["arm"]: run for run in runs if "config" in run and "mlp" not in run}
     data = Data(tokens)
     size, sequences = SIZES[first.get("size", "60M")], first.get("batch", 128)
-    kept: list[nn.Module] = []
-    train(first | {"steps": max(1, first["steps"] // 3)}, data, keep=kept.append)
-    weights = kept[0].state_dict()
+    trained = train(first | {"steps": max(1, first["steps"] // 3)}, data)[1]
+    weights = trained.state_dict()
     model = build(size, data.vocabulary, 0)
     model.load_state_dict({name.replace("_orig_mod.", ""): w for name, w in weights.items()})
     order = data.order(1, (WARM + BATCHES) * sequences).split(sequences)

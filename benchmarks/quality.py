@@ -21,7 +21,6 @@ import json
 import lzma
 import math
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -142,13 +141,8 @@ def rate(step: int, steps: int) -> float:
     return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - warm) / (steps - warm)))
 
 
-def train(
-    run: dict[str, Any], data: Data, keep: Callable[[nn.Module], object] = lambda _: None
-) -> dict[str, Any]:
-    """One training; validation loss along the way, and seconds of a step.
-
-    ``keep`` gets the model when it is trained.
-    """
+def train(run: dict[str, Any], data: Data) -> tuple[dict[str, Any], nn.Module]:
+    """One training: validation loss along the way and seconds of a step; and the model."""
     seed, steps = run.get("seed", 0), run["steps"]
     size = SIZES[run.get("size", "60M")]
     sequences = run.get("batch", 128)
@@ -199,10 +193,9 @@ def train(
             curve[step + 1] = validate()
             _wait()
             began = time.perf_counter()
-    keep(model)
     loss_curve = torch.stack(history).float()
     each = max(1, steps // 100)
-    return {
+    record = {
         "perplexity": math.exp(curve[max(curve)]),
         "validation_loss": curve,
         "training_loss": [round(float(v), 4) for v in loss_curve.unfold(0, each, each).mean(1)],
@@ -211,6 +204,7 @@ def train(
         **bytes_,
         **environment(DEVICE),
     }
+    return record, model
 
 
 def _wait() -> None:
@@ -249,7 +243,7 @@ def main() -> None:
         torch._dynamo.reset()
         if DEVICE.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        record = train(run, data)
+        record = train(run, data)[0]
         append(options.results, [{"benchmark": "quality", "run": run, **record}])
         print(f"{record['perplexity']:8.3f}  {record['step_ms']:7.2f} ms  {run}", flush=True)
 

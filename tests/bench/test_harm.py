@@ -1,0 +1,28 @@
+"""benchmarks/harm.py: its numbers tell what is lost from what is merely noisy."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks/harm.py"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit, when it is imported
+def test_bias_is_lost_and_noise_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))  # as Python does for a script
+    compare = runpy.run_path(str(SCRIPT))["compare"]
+    torch.manual_seed(0)
+    exact = [1 + torch.randn(20_000) for _ in range(16)]
+    halved = compare((e / 2, e) for e in exact)
+    assert abs(halved["lost"] - 0.5) < 1e-3
+    assert halved["noise"] < 1e-3
+    assert halved["1 - cosine"] < 1e-3
+    noisy = compare((e + torch.randn(20_000), e) for e in exact)
+    assert abs(noisy["lost"]) < 0.02
+    # 16 variances of the noise against 16^2 of the mean and 16 of e's own
+    assert abs(noisy["noise"] - 16 / (16**2 + 16)) < 0.01
+    assert abs(noisy["relative error"] - 0.5**0.5) < 0.01
+    assert noisy["update lost"] > 0.1  # the noise makes Adam's step shorter
