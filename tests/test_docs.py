@@ -43,7 +43,7 @@ def test_python_blocks_of_pages_run_one_after_the_other(page: Path, tmp_path: Pa
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path)
         for block in blocks(page):
-            exec(compile(block, str(page), "exec"), names)
+            exec(compile(block, str(page), "exec"), names)  # a block that raises fails the test
 
 
 def test_the_readme_has_python_blocks() -> None:

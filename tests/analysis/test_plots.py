@@ -44,8 +44,10 @@ def test_bars_carry_their_bytes_on_a_log_scale() -> None:
     assert [text.get_text() for text in axes.texts] == ["4.00 MiB", "4.88 KiB", "0 B"]
 
 
-def test_arms_without_points_are_no_error() -> None:
-    plots.png(plots.loss_curves({"exact": []}, {}, 1000))
+def test_arms_without_points_are_drawn_without_a_line() -> None:
+    figure = plots.loss_curves({"exact": []}, {}, 1000)
+    assert all(len(line.get_xdata()) == 0 for axes in figure.axes for line in axes.lines)
+    assert plots.png(figure).startswith(b"\x89PNG")
 
 
 def test_png_is_a_picture_of_the_figure() -> None:
