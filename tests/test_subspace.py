@@ -73,6 +73,22 @@ def test_the_gradient_is_unbiased_over_draws() -> None:
     assert relative_error(total / 6, g.T @ x) < 1e-14
 
 
+def test_what_the_method_gives_is_right_on_the_average() -> None:
+    """Through the compressor, weights included; what is left is rounding."""
+    n, tokens = 48, 4000
+    method = prepared(n, PammConfig(method="subspace", ratio=1.0))
+    x = torch.randn(tokens, n, device=DEVICE)
+    g = x @ torch.randn(n, 7, device=DEVICE)  # so that no part of the gradient is mere noise
+    exact = g.T @ x
+    total = torch.zeros(7, n, device=DEVICE)
+    for start in range(0, n, 16):
+        drawn = torch.arange(start, start + 16, device=DEVICE)
+        total += method.weight_grad(method.compress(x, lambda *_, drawn=drawn: drawn), g)
+    for columns in (slice(0, 32), slice(32, 48)):  # the carried directions, and the others
+        mean, part = total[:, columns] / 3, exact[:, columns]
+        assert abs(float((mean * part).sum() / part.square().sum()) - 1) < 0.05
+
+
 def test_rounding_is_right_on_the_average_and_fine_where_it_should_be() -> None:
     """For normal numbers, rare tokens that are ten times as large included."""
     z = torch.randn(20_000, 96, device=DEVICE, dtype=torch.float64)
