@@ -1,8 +1,8 @@
 """Sizes of tiles and how work is split: every choice that is about speed and not about results.
 
-Each kernel has a few tiles to choose from. The first was the best on one H200
-(benchmarks/results) and serves until ``pamm bench tune`` has timed them on the GPU at hand, which
-writes its choices to ``cache_file()``.
+Each kernel has a few tiles to choose from. The first was the best or near it in a sweep on one
+H200 (benchmarks/results/h200/tiles.txt) and serves until ``pamm bench tune`` has timed them on the
+GPU at hand, which writes its choices to ``cache_file()``.
 """
 
 import functools
