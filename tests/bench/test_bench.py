@@ -135,6 +135,15 @@ def test_sizes_are_those_of_the_paper() -> None:
     assert 5.5e7 < parameters < 6.5e7
 
 
-def test_an_unknown_arm_is_refused() -> None:
+@pytest.mark.parametrize("names", [(), ("fast",), ("exact", "pamm:1/8"), ("subspace:",)])
+def test_an_unknown_arm_is_refused(names: tuple[str, ...]) -> None:
     with pytest.raises(PammError, match="choose from exact"):
-        make_arms(block(Shape(8, 8, 8), CPU, torch.float32), CONFIG, ())
+        make_arms(block(Shape(8, 8, 8), CPU, torch.float32), CONFIG, names)
+
+
+def test_other_methods_have_ratios_of_their_own() -> None:
+    model = block(Shape(64, 96, 8), CPU, torch.float32)
+    arms = make_arms(model, CONFIG, ("pamm", "subspace", "subspace:1/2"))
+    configs = [groups(arm)[0].method.config for arm in arms.values()]  # type: ignore[attr-defined]
+    assert [config.method for config in configs] == ["pamm", "subspace", "subspace"]
+    assert [config.ratio for config in configs] == [CONFIG.ratio, 3 / 8, 1 / 2]

@@ -16,7 +16,11 @@ Results = Annotated[
     typer.Option(help="Append the results to this file, as JSON lines.", show_default=False),
 ]
 Arms = Annotated[
-    str, typer.Option(help="What to compare: exact, pamm, paper (its own operations).")
+    str,
+    typer.Option(
+        help="What to compare: exact, pamm, paper (its own operations), subspace (or "
+        "subspace:1/8), recompute."
+    ),
 ]
 Shapes = Annotated[
     list[str],

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from pamm.bench.arms import place
 from pamm.bench.records import Record, load
 from pamm.errors import PammError
 from pamm.report import format_bytes
@@ -138,12 +139,12 @@ def _exact(records: list[Record], like: Record) -> Record | None:
 
 def _model_order(record: Record) -> tuple[object, ...]:
     size = record["model"]
-    place = _ORDER.index(size) if size in _ORDER else len(_ORDER)
-    return record["device"], place, record["compiled"], _arm(record)
+    position = _ORDER.index(size) if size in _ORDER else len(_ORDER)
+    return record["device"], position, record["compiled"], _arm(record)
 
 
-def _arm(record: Record) -> int:
-    return ("exact", "pamm", "paper").index(record["arm"])
+def _arm(record: Record) -> tuple[int, str]:
+    return place(record["arm"]), record["arm"]
 
 
 def _mode(record: Record) -> str:

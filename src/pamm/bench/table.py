@@ -87,7 +87,7 @@ def breakdown_table(records: list[Record]) -> Table:
 
 def _table(title: str, columns: tuple[str, ...], first_column: str = "arm") -> Table:
     table = Table(title=title, title_justify="left")
-    table.add_column(first_column)
+    table.add_column(first_column, no_wrap=True)
     for name in columns:
         table.add_column(name, justify="right", no_wrap=True)
     return table
