@@ -69,9 +69,9 @@ def compressions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-def converted(config: pamm.PammConfig = CONFIG) -> Model:
+def converted(config: pamm.PammConfig = CONFIG, width: int = 16) -> Model:
     torch.manual_seed(0)
-    model = Model().to(DEVICE)
+    model = Model(width).to(DEVICE)
     pamm.convert(model, config)
     return model
 
@@ -82,7 +82,8 @@ def step(
     """One training step of ``model``; gradients of ``target``, whose parameters it uses."""
     pamm.seek(target, number)
     target.zero_grad()
-    x = torch.randn(2, tokens, 16, generator=torch.Generator().manual_seed(number)).to(DEVICE)
+    width = target.head.in_features
+    x = torch.randn(2, tokens, width, generator=torch.Generator().manual_seed(number)).to(DEVICE)
     model(x).square().sum().backward()
     return [parameter.grad.clone() for parameter in target.parameters()]
 
@@ -110,6 +111,18 @@ def test_no_recompilation_over_ten_steps_and_one_for_a_changed_length(method: st
     for tokens in (24, 32, 36, 20):
         step(compiled, target, 10, tokens)
     assert counter.frame_count == 2
+
+
+@pytest.mark.parametrize("method", ["pamm", "subspace", "uniform_crs", "compact"])
+def test_models_of_several_ratios_compile_in_one_process(method: str) -> None:
+    """Once a number has changed, the compiler makes a symbol of it."""
+    for ratio in (1 / 8, 1 / 2, 3 / 8):
+        config = pamm.PammConfig(method, ratio=ratio)
+        eager, target = converted(config, width=64), converted(config, width=64)
+        compiled = torch.compile(target, fullgraph=True, backend="aot_eager")
+        for tokens in (20, 24):
+            one, other = step(eager, eager, 0, tokens), step(compiled, target, 0, tokens)
+            assert all(torch.allclose(*pair, atol=1e-4) for pair in zip(one, other, strict=True))
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="counts calls of the plain path")

@@ -46,7 +46,9 @@ class Subspace:
         """Codes, sizes, scales (times w) and Q."""
         self.move(x.device)
         n, carried = self.axes.shape
-        fine, _, fresh = subspace.directions(self.config.ratio, n)
+        # From shapes, not from the ratio: torch.compile may make a symbol of a float that changed.
+        fine = carried // 2
+        fresh = max(1, fine)
         drawn = draw(n, fresh, x.device)
         with ops.no_autocast(x):
             basis = subspace.basis(self.axes.to(accumulation_dtype(x.dtype)), drawn).to(x.dtype)
@@ -57,9 +59,9 @@ class Subspace:
     def weight_grad(self, state: State, grad: Float[Tensor, "tokens m"]) -> Float[Tensor, "m n"]:
         """(Q diag(w) ((X Q).T @ G)).T."""
         codes, size, scale, basis = state
-        fine, _, _ = subspace.directions(self.config.ratio, len(basis))
+        k = len(scale)
         with ops.no_autocast(grad):
-            z = ops.decode(codes, size, fine, len(scale), self.config.backend)
+            z = ops.decode(codes, size, k // 3, k, self.config.backend)
             inner = (grad.T @ z.to(grad.dtype)).to(scale.dtype) * scale
             return inner.to(grad.dtype) @ basis.T.to(grad.dtype)
 
