@@ -197,7 +197,7 @@ def refresh(carried: Tensor, passes: Tensor, x: Tensor, every: int) -> None:
     passes += 1
     if number >= subspace.FIRST and number % every:
         return
-    stride = max(1, len(x) // subspace.SAMPLE)
+    stride = subspace.stride(len(x), subspace.SAMPLE)
     rows = x[number % stride :: stride]
     if len(rows):
         with no_autocast(x):

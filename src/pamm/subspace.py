@@ -45,7 +45,7 @@ _MULTIPLE = 16  # the tensor cores' tile
 FIRST, EVERY = 8, 64
 """Q1 is refreshed in each of the first passes, and then in every 64th."""
 SAMPLE = 4096
-"""Rows of X that a refresh looks at."""
+"""About so many rows of X a refresh looks at, and a quarter of them the scales of the columns."""
 _SHIFT = 1e-6  # of the largest: directions that X does not have stay as they are
 _CHUNK = 1 << 20
 
@@ -68,7 +68,12 @@ def code_bytes(fine: int, k: int) -> int:
 def basis(carried: Float[Tensor, "n k1"], drawn: Integer[Tensor, " k2"]) -> Float[Tensor, "n k"]:
     """Q = [Q1, (I - Q1 Q1.T) E_J]."""
     unit = carried.new_zeros(len(carried), len(drawn)).scatter_(0, drawn[None], 1.0)
-    return torch.cat([carried, unit - carried @ carried[drawn].T], dim=1)
+    return torch.cat([carried, unit.addmm(carried, carried[drawn].T, alpha=-1)], dim=1)
+
+
+def stride(tokens: int, sample: int) -> int:
+    """Of rows that stand for all: odd, so that they are not the same places of every sequence."""
+    return max(1, tokens // sample) | 1
 
 
 def encode(
@@ -76,16 +81,16 @@ def encode(
 ) -> tuple[UInt8[Tensor, "tokens bytes"], Float[Tensor, "tokens 2"], Float[Tensor, " k"]]:
     """z as codes c, a size for each token and part, and a scale for each column.
 
-    z_ij ~ (c_ij - (levels - 1) / 2) size_i scale_j, to the nearest. The scale is the column's
-    root mean square s_j, times the gain; the size is the root mean square of the token's
-    z_ij / s_j, times the step. The first ``fine`` columns are one part, the others the other. Of
-    the c columns of a part with p codes a byte, column j shares a byte with j + ceil(c / p) and
-    so on, from the low bits up.
+    z_ij ~ (c_ij - (levels - 1) / 2) size_i scale_j, to the nearest. The scale is s_j, the root mean
+    square of a sample of the column, times the gain; the size is the root mean square of the
+    token's z_ij / s_j, times the step. The first ``fine`` columns are one part, the others the
+    other. Of the c columns of a part with p codes a byte, column j shares a byte with
+    j + ceil(c / p) and so on, from the low bits up.
     """
     tokens, k = z.shape
     wide = accumulation_dtype(z.dtype)
-    norm = torch.linalg.vector_norm(z, dim=0, dtype=wide)
-    inverse = torch.where(norm == 0, 0, max(tokens, 1) ** 0.5 / norm)
+    rms = column_rms(z)
+    inverse = torch.where(rms == 0, 0, 1 / rms)
     codes = z.new_empty(tokens, code_bytes(fine, k), dtype=torch.uint8)
     size = z.new_zeros(tokens, 2)
     rows = max(1, _CHUNK // max(k, 1))
@@ -95,14 +100,19 @@ def encode(
         packed = []
         for number, (columns, code) in enumerate(_parts(fine, k)):
             if unit[:, columns].numel():
-                rms = unit[:, columns].square().mean(1).sqrt()
-                size[part, number] = (code.step * rms).to(z.dtype)
+                of_tokens = unit[:, columns].square().mean(1).sqrt()
+                size[part, number] = (code.step * of_tokens).to(z.dtype)
             packed.append(_pack(unit[:, columns], size[part, number, None].to(wide), code))
         codes[part] = torch.cat(packed, dim=1)
-    scale = norm / max(tokens, 1) ** 0.5
-    for columns, code in _parts(fine, k):
-        scale[columns] *= code.gain
+    scale = torch.cat([rms[columns] * code.gain for columns, code in _parts(fine, k)])
     return codes, size, scale
+
+
+def column_rms(z: Float[Tensor, "tokens k"]) -> Float[Tensor, " k"]:
+    """Root mean square of each column, over a sample of the rows; in fp32 (fp64 for fp64)."""
+    sample = z[:: stride(len(z), SAMPLE // 4)]
+    norm = torch.linalg.vector_norm(sample, dim=0, dtype=accumulation_dtype(z.dtype))
+    return norm / max(len(sample), 1) ** 0.5
 
 
 def decode(

@@ -51,7 +51,7 @@ class Subspace:
         fresh = max(1, fine)
         drawn = draw(n, fresh, x.device)
         with ops.no_autocast(x):
-            basis = subspace.basis(self.axes.to(accumulation_dtype(x.dtype)), drawn).to(x.dtype)
+            basis = subspace.basis(self.axes.to(x.dtype), drawn)
             codes, size, scale = ops.encode(x @ basis, fine, self.config.backend)
         scale[carried:] *= n / fresh
         return codes, size, scale, basis

@@ -1,7 +1,6 @@
-"""Triton twins of ``subspace.encode`` and ``subspace.decode``: one launch each.
+"""Triton twins of ``subspace.encode`` and ``subspace.decode``: one launch each, z read once.
 
-The norms of the columns come from torch; a program encodes some rows, which it reads twice: for
-their sizes, then for the codes.
+The root mean squares of the columns come from torch.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
@@ -11,57 +10,67 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pamm.kernels.tiles import ceil_div
-from pamm.subspace import COARSE, FINE, code_bytes
+from pamm.kernels.tiles import ceil_div, power_of_2
+from pamm.subspace import COARSE, FINE, code_bytes, column_rms
 
 _ROWS = 32
 _BLOCK = 64
+_AT_ONCE = 1024
+"""Bytes of codes that a program encodes."""
 
 
 @triton.jit
-def _units(z_ptr, norm_ptr, row, column, inside, k, root):
-    """z_ij / s_j of some rows and columns; 0 outside."""
-    norm = tl.load(norm_ptr + column, mask=inside, other=0.0)
-    inverse = tl.where(norm == 0, 0.0, root / tl.where(norm == 0, 1.0, norm))
-    at = z_ptr + row[:, None] * k + column[None, :]
-    return tl.load(at, mask=inside[None, :], other=0.0).to(tl.float32) * inverse[None, :]
+def _plane(z_ptr, rms_ptr, row, present, first, byte, side, each, count, k):
+    """The numbers at one place of the bytes, in units of their column; 0 where there are none."""
+    offset = byte + side * each
+    inside = (byte < each) & (offset < count)
+    rms = tl.load(rms_ptr + first + offset, mask=inside, other=0.0)
+    inverse = tl.where(rms == 0, 0.0, 1.0 / tl.where(rms == 0, 1.0, rms))
+    at = z_ptr + row[:, None] * k + (first + offset)[None, :]
+    z = tl.load(at, mask=present[:, None] & inside[None, :], other=0.0)
+    return z.to(tl.float32) * inverse[None, :]
+
+
+@triton.jit
+def _code(unit, inverse, byte, side, each, count, LEVELS: tl.constexpr, A_BYTE: tl.constexpr):
+    """Codes of a plane, at their place in the bytes."""
+    code = tl.floor(unit * inverse[:, None] + LEVELS / 2)
+    code = tl.where(code == code, code, 0.0)  # NaN: the size tells
+    code = tl.minimum(tl.maximum(code, 0.0), LEVELS - 1.0).to(tl.uint8)
+    inside = byte + side * each < count
+    return tl.where(inside[None, :], code, 0).to(tl.uint8) << (8 // A_BYTE * side)
 
 
 @triton.jit
 def _encode_part(
-    z_ptr, norm_ptr, codes_ptr, size_ptr, row, present, first, count, k, root,
-    STEP: tl.constexpr, LEVELS: tl.constexpr, A_BYTE: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    z_ptr, rms_ptr, codes_ptr, size_ptr, row, present, first, count, k,
+    STEP: tl.constexpr, LEVELS: tl.constexpr, A_BYTE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Codes and sizes of ``count`` columns from ``first`` on; pointers are to the part's."""
-    square = tl.zeros((ROWS,), tl.float32)
-    for start in range(0, count, BLOCK):
-        offset = start + tl.arange(0, BLOCK)
-        unit = _units(z_ptr, norm_ptr, row, first + offset, offset < count, k, root)
-        square += tl.sum(unit * unit, 1)
+    each = tl.cdiv(count, A_BYTE)
+    byte = tl.arange(0, BLOCK)
+    one = _plane(z_ptr, rms_ptr, row, present, first, byte, 0, each, count, k)
+    two = _plane(z_ptr, rms_ptr, row, present, first, byte, 1, each, count, k)
+    square = tl.sum(one * one, 1) + tl.sum(two * two, 1)
+    if A_BYTE == 4:
+        three = _plane(z_ptr, rms_ptr, row, present, first, byte, 2, each, count, k)
+        four = _plane(z_ptr, rms_ptr, row, present, first, byte, 3, each, count, k)
+        square += tl.sum(three * three, 1) + tl.sum(four * four, 1)
     size = (STEP * tl.sqrt_rn(square / tl.maximum(count, 1))).to(size_ptr.dtype.element_ty)
     tl.store(size_ptr, size, mask=present)
     wide = size.to(tl.float32)
     inverse = tl.where(wide == 0, 0.0, 1.0 / tl.where(wide == 0, 1.0, wide))
-    each = tl.cdiv(count, A_BYTE)
-    for start in range(0, each, BLOCK):
-        byte = start + tl.arange(0, BLOCK)
-        packed = tl.zeros((ROWS, BLOCK), tl.uint8)
-        for side in tl.static_range(A_BYTE):
-            offset = byte + side * each
-            inside = (byte < each) & (offset < count)
-            unit = _units(z_ptr, norm_ptr, row, first + offset, inside, k, root)
-            code = tl.floor(unit * inverse[:, None] + LEVELS / 2)
-            code = tl.where(code == code, code, 0.0)  # NaN: the size tells
-            code = tl.minimum(tl.maximum(code, 0.0), LEVELS - 1.0).to(tl.uint8)
-            packed |= tl.where(inside[None, :], code, 0).to(tl.uint8) << (8 // A_BYTE * side)
-        mask = present[:, None] & (byte < each)[None, :]
-        tl.store(codes_ptr + byte[None, :], packed, mask=mask)
+    packed = _code(one, inverse, byte, 0, each, count, LEVELS, A_BYTE)
+    packed |= _code(two, inverse, byte, 1, each, count, LEVELS, A_BYTE)
+    if A_BYTE == 4:
+        packed |= _code(three, inverse, byte, 2, each, count, LEVELS, A_BYTE)
+        packed |= _code(four, inverse, byte, 3, each, count, LEVELS, A_BYTE)
+    tl.store(codes_ptr + byte[None, :], packed, mask=present[:, None] & (byte < each)[None, :])
 
 
-@triton.jit(do_not_specialize=["tokens", "root"])
+@triton.jit(do_not_specialize=["tokens"])
 def _encode_kernel(
-    z_ptr, norm_ptr, codes_ptr, size_ptr, scale_ptr, tokens, k, fine, width, root,
+    z_ptr, rms_ptr, codes_ptr, size_ptr, scale_ptr, tokens, k, fine, width,
     STEP_F: tl.constexpr, LEVELS_F: tl.constexpr, A_BYTE_F: tl.constexpr, GAIN_F: tl.constexpr,
     STEP_C: tl.constexpr, LEVELS_C: tl.constexpr, A_BYTE_C: tl.constexpr, GAIN_C: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -69,21 +78,20 @@ def _encode_kernel(
     """Some rows; the first program also writes the scales."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     present = row < tokens
-    row = tl.minimum(row, tokens - 1)
     codes_row = codes_ptr + row[:, None] * width
     _encode_part(
-        z_ptr, norm_ptr, codes_row, size_ptr + row * 2, row, present, 0, fine, k, root,
-        STEP_F, LEVELS_F, A_BYTE_F, ROWS, BLOCK,
+        z_ptr, rms_ptr, codes_row, size_ptr + row * 2, row, present, 0, fine, k,
+        STEP_F, LEVELS_F, A_BYTE_F, BLOCK,
     )  # fmt: skip
     _encode_part(
-        z_ptr, norm_ptr, codes_row + tl.cdiv(fine, A_BYTE_F), size_ptr + row * 2 + 1, row, present,
-        fine, k - fine, k, root, STEP_C, LEVELS_C, A_BYTE_C, ROWS, BLOCK,
+        z_ptr, rms_ptr, codes_row + tl.cdiv(fine, A_BYTE_F), size_ptr + row * 2 + 1, row, present,
+        fine, k - fine, k, STEP_C, LEVELS_C, A_BYTE_C, BLOCK,
     )  # fmt: skip
     if tl.program_id(0) == 0:
         for start in range(0, k, BLOCK):
             column = start + tl.arange(0, BLOCK)
-            norm = tl.load(norm_ptr + column, mask=column < k, other=0.0)
-            scale = norm / root * tl.where(column < fine, GAIN_F, GAIN_C)
+            rms = tl.load(rms_ptr + column, mask=column < k, other=0.0)
+            scale = rms * tl.where(column < fine, GAIN_F, GAIN_C)
             tl.store(scale_ptr + column, scale, mask=column < k)
 
 
@@ -136,15 +144,17 @@ def encode(z: Tensor, fine: int) -> tuple[Tensor, Tensor, Tensor]:
     width = code_bytes(fine, k)
     codes = torch.empty(tokens, width, dtype=torch.uint8, device=z.device)
     size = torch.empty(tokens, 2, dtype=z.dtype, device=z.device)
-    norm = torch.linalg.vector_norm(z, dim=0, dtype=torch.float32)
+    rms = column_rms(z)
     if tokens == 0:
-        return codes, size, norm
-    scale = torch.empty_like(norm)
-    _encode_kernel[(ceil_div(tokens, _ROWS),)](
-        z, norm, codes, size, scale, tokens, k, fine, width, tokens**0.5,
+        return codes, size, rms
+    scale = torch.empty_like(rms)
+    block = power_of_2(max(16, ceil_div(fine, FINE.a_byte), ceil_div(k - fine, COARSE.a_byte)))
+    rows = max(1, _AT_ONCE // block)
+    _encode_kernel[(ceil_div(tokens, rows),)](
+        z, rms, codes, size, scale, tokens, k, fine, width,
         STEP_F=FINE.step, LEVELS_F=FINE.levels, A_BYTE_F=FINE.a_byte, GAIN_F=FINE.gain,
         STEP_C=COARSE.step, LEVELS_C=COARSE.levels, A_BYTE_C=COARSE.a_byte, GAIN_C=COARSE.gain,
-        ROWS=_ROWS, BLOCK=_BLOCK,
+        ROWS=rows, BLOCK=block,
     )  # fmt: skip
     return codes, size, scale
 
