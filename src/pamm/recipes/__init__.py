@@ -1,1 +1,1 @@
-"""Complete jobs on real data, on the Transformers Trainer. Files here are what the folders share."""
+"""Complete jobs on real data, on the Transformers Trainer. Files here are what folders share."""

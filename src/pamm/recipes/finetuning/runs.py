@@ -9,14 +9,12 @@ A lock file in its folder says that a run is being trained: the same command may
 several machines that share the folder, and given again after whatever stopped it.
 """
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from pamm.errors import ArmFailedError, PammError
 from pamm.extras import require
@@ -29,7 +27,7 @@ from pamm.recipes.ranks import processes, rank
 from pamm.recipes.stop import Stop
 from pamm.recipes.workers import work, work_off
 
-CONFIG, RESULTS = "config.yaml", "results.jsonl"
+CONFIG = "config.yaml"
 
 
 Train = Callable[[FinetuneRun, Stop], bool]
@@ -76,27 +74,6 @@ def run_plan(
     if todo:
         work(worker, plan.folder, workers)
     return plan.rows()
-
-
-def show_results(
-    folder: Path,
-    rows: list[dict[str, Any]],
-    table: Table,
-    note: str,
-    files: Mapping[str, str | bytes],
-    console: Console,
-) -> None:
-    """Write the rows and other files into the folder; print the table and where things are."""
-    lines = "".join(json.dumps(row) + "\n" for row in rows)
-    for name, content in {RESULTS: lines, **files}.items():
-        if isinstance(content, str):
-            write_text(folder / name, content)
-        else:
-            (folder / name).write_bytes(content)
-    console.print(table)
-    console.print(note, highlight=False)
-    for name in (RESULTS, *files):
-        console.print(f"  {folder / name}", markup=False, highlight=False, soft_wrap=True)
 
 
 def raise_failed(folder: Path) -> None:

@@ -9,7 +9,6 @@ from pamm.extras import require
 from pamm.recipes.files import write_text
 from pamm.recipes.report.collect import Found, Outcome, collect
 from pamm.recipes.report.tables import (
-    Table,
     bound_table,
     by_source,
     is_shape_study,
@@ -19,6 +18,7 @@ from pamm.recipes.report.tables import (
     shape_table,
     throughput_table,
 )
+from pamm.recipes.table import Table
 
 
 @dataclasses.dataclass
@@ -131,15 +131,10 @@ def _markdown(sections: list[Section]) -> str:
         for text in section.text:
             lines += ["", text]
         for table in filter(lambda table: table.rows, section.tables):
-            lines += ["", f"**{table.title}**", "", _row(table.columns)]
-            lines += [_row(["---"] * len(table.columns)), *map(_row, table.rows)]
+            lines += ["", f"**{table.title}**", "", table.markdown().rstrip()]
         for name in section.pictures:
             lines += ["", f"![{name}]({_slug(name)}.png)"]
     return "\n".join(lines) + "\n"
-
-
-def _row(cells: list[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def _slug(name: str) -> str:

@@ -1,21 +1,12 @@
 """The tables of ``pamm report``: what we found beside what the paper reports."""
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
 from pamm.config import PammConfig, read_mapping
 from pamm.recipes.report.collect import Outcome
+from pamm.recipes.table import Table
 from pamm.report import format_bytes, format_ratio
-
-
-@dataclasses.dataclass
-class Table:
-    """Text in columns."""
-
-    title: str
-    columns: list[str]
-    rows: list[list[str]]
 
 
 def paper() -> dict[str, Any]:

@@ -12,7 +12,8 @@ from pamm.recipes.finetuning.glue.results import NOTE, markdown, picture, table
 from pamm.recipes.finetuning.glue.settings import GlueConfig
 from pamm.recipes.finetuning.glue.tasks import HUB, TASKS, read_task
 from pamm.recipes.finetuning.plan import Plan
-from pamm.recipes.finetuning.runs import raise_failed, run_plan, show_results
+from pamm.recipes.finetuning.results import show_results
+from pamm.recipes.finetuning.runs import raise_failed, run_plan
 
 
 class GluePlan(Plan[GlueConfig]):

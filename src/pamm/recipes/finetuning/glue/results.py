@@ -3,8 +3,10 @@
 from typing import Any
 
 from rich import box
-from rich.table import Table
+from rich.table import Table as TerminalTable
 
+from pamm.recipes.finetuning.results import score_text
+from pamm.recipes.table import Table
 from pamm.report import format_bytes
 
 NOTE = (
@@ -13,9 +15,9 @@ NOTE = (
 )
 
 
-def table(rows: list[dict[str, Any]]) -> Table:
+def table(rows: list[dict[str, Any]]) -> TerminalTable:
     """Scores in %, one line a task and arm, for a terminal."""
-    made = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    made = TerminalTable(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     made.add_column("task")
     made.add_column("arm", overflow="fold")
     for title in ("metric", "score", "seeds", "lr", "factor", "held"):
@@ -34,19 +36,11 @@ def table(rows: list[dict[str, Any]]) -> Table:
     return made
 
 
-def score_text(row: dict[str, Any]) -> str:
-    """Mean and spread in %, with a star where it is below the spread of full fine-tuning."""
-    if row["mean"] is None:
-        return "not finite"
-    spread = "" if row["spread"] is None else f" ± {100 * row['spread']:.2f}"
-    return f"{100 * row['mean']:.2f}{spread}{'' if row.get('within_exact', True) else ' *'}"
-
-
-def markdown(rows: list[dict[str, Any]]) -> str:
+def summary(rows: list[dict[str, Any]]) -> Table:
     """The paper's table: an arm a line, a task a column, the mean, and the memory."""
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     heads = [f"{t} ({next(r['metric'] for r in rows if r['task'] == t)})" for t in tasks]
-    lines = [["", "held, most", *heads, "mean"]]
+    lines = []
     for arm in dict.fromkeys(row["arm"] for row in rows):
         mine = {row["task"]: row for row in rows if row["arm"] == arm}
         means = [mine[task]["mean"] for task in tasks if task in mine]
@@ -59,8 +53,12 @@ def markdown(rows: list[dict[str, Any]]) -> str:
                 f"{100 * sum(means) / len(means):.2f}" if complete else "",
             ]
         )
-    lines.insert(1, ["---"] * len(lines[0]))
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines) + f"\n{NOTE}\n"
+    return Table("Scores in %", ["arm", "held, most", *heads, "mean"], lines)
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
+    """The same, with the note."""
+    return f"{summary(rows).markdown()}\n{NOTE}\n"
 
 
 def picture(rows: list[dict[str, Any]]) -> bytes:

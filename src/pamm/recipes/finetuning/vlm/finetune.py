@@ -14,7 +14,8 @@ from rich.console import Console
 
 from pamm.extras import require
 from pamm.recipes.finetuning.plan import FinetuneRun, Plan, mean_and_spread
-from pamm.recipes.finetuning.runs import raise_failed, run_plan, show_results
+from pamm.recipes.finetuning.results import show_results
+from pamm.recipes.finetuning.runs import raise_failed, run_plan
 from pamm.recipes.finetuning.vlm.results import NOTE, confusion_picture, markdown, picture, table
 from pamm.recipes.finetuning.vlm.settings import DRAWN, VlmConfig
 from pamm.recipes.ranks import rank

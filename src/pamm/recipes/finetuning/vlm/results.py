@@ -3,9 +3,10 @@
 from typing import Any
 
 from rich import box
-from rich.table import Table
+from rich.table import Table as TerminalTable
 
-from pamm.recipes.finetuning.glue.results import score_text
+from pamm.recipes.finetuning.results import score_text
+from pamm.recipes.table import Table
 
 NOTE = (
     "F1 in %; ± is the standard deviation over seeds; * is below exact training by more than its "
@@ -13,32 +14,32 @@ NOTE = (
     "generators in the language model and in the vision tower. Memory: q/k/v inputs of one forward "
     "pass, measured, against exact training of the same weights."
 )
-_HEADS = ("arm", "macro F1", "weighted F1", "seeds", "lr", "k", "held MB", "saved MB", "saved %")
+_COLUMNS = ["arm", "macro F1", "weighted F1", "seeds", "lr", "k", "held MB", "saved MB", "saved %"]
 
 
-def table(rows: list[dict[str, Any]]) -> Table:
+def table(rows: list[dict[str, Any]]) -> TerminalTable:
     """One line an arm, for a terminal."""
-    made = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    made.add_column(_HEADS[0], no_wrap=True)
-    for title in _HEADS[1:]:
+    made = TerminalTable(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    made.add_column(_COLUMNS[0], no_wrap=True)
+    for title in _COLUMNS[1:]:
         made.add_column(title, justify="right")
-    for line in _lines(rows):
+    for line in summary(rows).rows:
         made.add_row(*line)
     return made
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
     """The same, with the note."""
-    lines = [[*_HEADS], ["---"] * len(_HEADS), *_lines(rows)]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines) + f"\n{NOTE}\n"
+    return f"{summary(rows).markdown()}\n{NOTE}\n"
 
 
-def _lines(rows: list[dict[str, Any]]) -> list[list[str]]:
+def summary(rows: list[dict[str, Any]]) -> Table:
+    """The same, as text."""
     made = []
     before = next((row["before"] for row in rows if row["before"] is not None), None)
     if before is not None:
         scores = [score_text(_alone(before[key])) for key in ("score", "weighted_f1")]
-        made.append(["before training", *scores, *[""] * (len(_HEADS) - 3)])
+        made.append(["before training", *scores, *[""] * (len(_COLUMNS) - 3)])
     for row in rows:
         held, exact = row["held_bytes"], row["exact_bytes"]
         counts = [row["towers"][name]["generators"] for name in ("language", "vision")]
@@ -56,7 +57,7 @@ def _lines(rows: list[dict[str, Any]]) -> list[list[str]]:
                 f"{100 * (1 - held / exact):.2f}" if is_less else "",
             ]
         )
-    return made
+    return Table("F1 in %", [*_COLUMNS], made)
 
 
 def _alone(score: float) -> dict[str, Any]:
