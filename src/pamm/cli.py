@@ -266,7 +266,9 @@ def analyze(
 
 @app.command()
 def report(
-    results: Annotated[list[Path], typer.Argument(help="Folders of runs, studies and analyses.")],
+    results: Annotated[
+        list[Path], typer.Argument(help="Folders of runs, studies, fine-tunings and analyses.")
+    ],
     output: Annotated[
         Path, typer.Option(help="Folder of the page and the pictures.", metavar="FOLDER")
     ] = Path("docs/results"),

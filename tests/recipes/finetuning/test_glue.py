@@ -21,6 +21,7 @@ from pamm.recipes.finetuning.glue.results import markdown
 from pamm.recipes.finetuning.glue.settings import GlueConfig
 from pamm.recipes.finetuning.glue.tasks import TASKS, Task, read_tsv
 from pamm.recipes.finetuning.glue.training import padding_share, train_run
+from pamm.recipes.report.overview import write_overview
 from pamm.recipes.settings import Arm
 from pamm.recipes.stop import Stop
 from tests.recipes.helpers import WORDS, StopAfter, quiet
@@ -210,6 +211,12 @@ def test_a_run_through_the_command_line(tmp_path: Path) -> None:
     assert "pamm-1/16" in (folder / "table.md").read_text()
     assert GlueConfig.load(folder / "config.yaml") == made
     assert not list(folder.glob("runs/*/*/*/checkpoint-*"))
+
+    write_overview([tmp_path / "runs"], tmp_path / "docs")
+    report = (tmp_path / "docs/results.md").read_text().splitlines()
+    ours = (folder / "table.md").read_text().partition("\n\n")[0].splitlines()
+    assert len(ours) == 4
+    assert set(ours) <= set(report)
 
     results = {path: path.stat().st_mtime_ns for path in folder.glob("runs/*/*/*/result.json")}
     again = finetune_glue(dataclasses.replace(made, seeds=(0,)), tmp_path / "runs", quiet())

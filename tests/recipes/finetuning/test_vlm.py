@@ -26,6 +26,7 @@ from pamm.recipes.finetuning.vlm.questions import IGNORED, ImageRows, Questions,
 from pamm.recipes.finetuning.vlm.results import markdown
 from pamm.recipes.finetuning.vlm.settings import VlmArm, VlmConfig
 from pamm.recipes.finetuning.vlm.training import train_run
+from pamm.recipes.report.overview import write_overview
 from pamm.recipes.stop import Stop
 from tests.recipes.helpers import StopAfter, quiet
 
@@ -346,6 +347,13 @@ def test_a_run_through_the_command_line(tmp_path: Path) -> None:
     assert "| pamm |" in (folder / "table.md").read_text()
     assert VlmConfig.load(folder / "config.yaml") == made
     assert not list(folder.glob("runs/*/*/*/checkpoint-*"))
+
+    write_overview([tmp_path / "runs"], tmp_path / "docs")
+    report = (tmp_path / "docs/results.md").read_text().splitlines()
+    ours = (folder / "table.md").read_text().partition("\n\n")[0].splitlines()
+    assert len(ours) == 4
+    assert set(ours) <= set(report)
+
     again = finetune_vlm(dataclasses.replace(made, seeds=(0,)), tmp_path / "runs", quiet())
     assert [row["seeds"] for row in again] == [1, 1]
     with pytest.raises(PammError, match="another configuration; these differ: image_size"):

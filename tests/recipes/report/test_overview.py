@@ -11,6 +11,7 @@ from pamm.recipes.report.collect import Found, Outcome, _training, collect, size
 from pamm.recipes.report.overview import write_overview
 from pamm.recipes.report.pictures import pictures
 from pamm.recipes.settings import Arm
+from pamm.recipes.table import Table
 from tests.recipes.helpers import config
 
 
@@ -37,7 +38,7 @@ def variant(base: Outcome, name: str, perplexity: float, **changes: Any) -> Outc
     return dataclasses.replace(base, name=name, perplexity=perplexity, config=made, **of_outcome)
 
 
-def cells(table: tables.Table) -> dict[str, dict[str, str]]:
+def cells(table: Table) -> dict[str, dict[str, str]]:
     return {row[0]: dict(zip(table.columns, row, strict=True)) for row in table.rows}
 
 
@@ -131,7 +132,7 @@ def test_a_training_curve_is_of_means(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_two_sources_of_one_name_stay_apart(base: Outcome) -> None:
-    found = Found([], {}, {})
+    found = Found([], {}, {}, {})
     assert [found.add([base]) for _ in range(3)] == ["study", "study (2)", "study (3)"]
     assert list(tables.by_source(found.outcomes)) == ["study", "study (2)", "study (3)"]
 

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from pamm.recipes.files import write_text
 
-RESULTS = "results.jsonl"
+ROWS = "results.jsonl"
 """A row for each task and arm, as ``Plan.rows`` gives them."""
 
 
@@ -24,14 +24,14 @@ def show_results(
 ) -> None:
     """Write the rows and other files into the folder; print the table and where things are."""
     lines = "".join(json.dumps(row) + "\n" for row in rows)
-    for name, content in {RESULTS: lines, **files}.items():
+    for name, content in {ROWS: lines, **files}.items():
         if isinstance(content, str):
             write_text(folder / name, content)
         else:
             (folder / name).write_bytes(content)
     console.print(table)
     console.print(note, highlight=False)
-    for name in (RESULTS, *files):
+    for name in (ROWS, *files):
         console.print(f"  {folder / name}", markup=False, highlight=False, soft_wrap=True)
 
 

@@ -1,4 +1,4 @@
-"""Finds runs, studies and analyses in folders, and brings their results to one form."""
+"""Finds runs, studies, fine-tunings and analyses in folders, and what came of them."""
 
 import dataclasses
 import statistics
@@ -6,8 +6,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from pamm.config import read_mapping
 from pamm.errors import PammError
 from pamm.recipes.files import METRICS, RESULT, read_json_lines
+from pamm.recipes.finetuning.glue.settings import GlueConfig
+from pamm.recipes.finetuning.results import ROWS
+from pamm.recipes.finetuning.settings import FinetuneConfig
+from pamm.recipes.finetuning.vlm.settings import VlmConfig
 from pamm.recipes.pretraining.pretrain import CONFIG
 from pamm.recipes.pretraining.results import read_metrics, read_results
 from pamm.recipes.pretraining.settings import PretrainConfig
@@ -65,20 +70,35 @@ class Outcome:
 
 
 @dataclasses.dataclass(frozen=True)
+class Finetuning:
+    """A fine-tuning on GLUE or on images, and the rows of its ``Plan``."""
+
+    folder: Path
+    config: FinetuneConfig
+    rows: list[dict[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
 class Found:
-    """All that was found."""
+    """All that was found, by names that differ."""
 
     outcomes: list[Outcome]
     tuning: dict[str, Tuning]
     """Of every study."""
-    analyses: dict[Path, dict[str, Any]]
+    finetunings: dict[str, Finetuning]
+    analyses: dict[str, tuple[Path, dict[str, Any]]]
+
+    def free(self, name: str) -> str:
+        """The name, made different from all that are taken."""
+        taken = {each.source for each in self.outcomes} | {*self.finetunings, *self.analyses}
+        free, number = name, 2
+        while free in taken:
+            free, number = f"{name} ({number})", number + 1
+        return free
 
     def add(self, outcomes: list[Outcome]) -> str:
-        """Take up outcomes of one source; returns its name, made different from all others."""
-        taken = {outcome.source for outcome in self.outcomes}
-        name, number = outcomes[0].source if outcomes else "", 2
-        while name in taken:
-            name, number = f"{outcomes[0].source} ({number})", number + 1
+        """Take up outcomes of one source; returns the name that it has here."""
+        name = self.free(outcomes[0].source if outcomes else "")
         self.outcomes.extend(dataclasses.replace(each, source=name) for each in outcomes)
         return name
 
@@ -89,7 +109,7 @@ def collect(folders: list[Path]) -> Found:
     Raises:
         PammError: if a folder does not exist, or there is nothing in any of them.
     """
-    found = Found([], {}, {})
+    found = Found([], {}, {}, {})
     for folder in folders:
         if not folder.is_dir():
             raise PammError(f"no such folder: {folder}.")
@@ -100,11 +120,21 @@ def collect(folders: list[Path]) -> Found:
             if (path.parent / RESULTS).exists():
                 outcomes, tuning = _study(path.parent)
                 found.tuning[found.add(outcomes)] = tuning
+        for path in sorted(folder.rglob(ROWS)):
+            if (path.parent / CONFIG).exists():
+                study = _finetuning(path.parent)
+                found.finetunings[found.free(study.config.name)] = study
         for path in sorted(folder.rglob(ANALYSIS)):
-            found.analyses[path.parent] = read_analysis(path.parent)
-    if not found.outcomes and not found.analyses:
+            analysis = (path.parent, read_analysis(path.parent))
+            found.analyses[found.free(path.parent.name)] = analysis
+    if not (found.outcomes or found.finetunings or found.analyses):
         raise PammError(f"no results of pamm in {', '.join(map(str, folders))}.")
     return found
+
+
+def _finetuning(folder: Path) -> Finetuning:
+    kind = GlueConfig if "tasks" in read_mapping(folder / CONFIG) else VlmConfig
+    return Finetuning(folder, kind.load(folder / CONFIG), read_json_lines(folder / ROWS))
 
 
 def size_of(config: PretrainConfig) -> str:

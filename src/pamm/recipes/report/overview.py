@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pamm.extras import require
 from pamm.recipes.files import write_text
+from pamm.recipes.report import finetunings
 from pamm.recipes.report.collect import Found, Outcome, collect
 from pamm.recipes.report.tables import (
     bound_table,
@@ -36,7 +37,7 @@ def write_overview(folders: list[Path], output: Path) -> list[Path]:
     """Write ``results.html``, which needs no other file, ``results.md`` and its pictures.
 
     Args:
-        folders: of runs, studies and analyses, to any depth.
+        folders: of runs, studies, fine-tunings and analyses, to any depth.
         output: folder of what is written.
 
     Raises:
@@ -87,16 +88,25 @@ def _sections(found: Found) -> list[Section]:
             "pamm bench measures speed by itself."
         ]
         sections.append(Section("Throughput, and what was not run", notes, made))
-    for folder, analysis in found.analyses.items():
+    for name, study in found.finetunings.items():
+        sections.append(
+            Section(
+                finetunings.title(name, study),
+                finetunings.text(study),
+                [finetunings.table(study)],
+                finetunings.pictures(name, study),
+            )
+        )
+    for name, (folder, analysis) in found.analyses.items():
         pictures = {
-            f"{folder.name} {path.stem}": path.read_bytes() for path in sorted(folder.glob("*.png"))
+            f"{name} {path.stem}": path.read_bytes() for path in sorted(folder.glob("*.png"))
         }
         text = [
             f"On {analysis['checkpoint']}, {analysis['tokens']:,} tokens, {analysis['draws']} "
             f"draws for each error, {analysis['device']}. The bound of Lemma 2 is for delta = "
             f"{analysis['delta']}."
         ]
-        title = f"Analysis: {folder.name}"
+        title = f"Analysis: {name}"
         sections.append(Section(title, text, [bound_table(analysis)], pictures))
     return sections
 
