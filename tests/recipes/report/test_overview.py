@@ -6,6 +6,7 @@ import pytest
 
 from pamm.config import PammConfig
 from pamm.errors import PammError
+from pamm.recipes.files import write_json
 from pamm.recipes.report import tables
 from pamm.recipes.report.collect import Found, Outcome, _training, collect, size_of
 from pamm.recipes.report.overview import write_overview
@@ -135,6 +136,18 @@ def test_two_sources_of_one_name_stay_apart(base: Outcome) -> None:
     found = Found([], {}, {}, {})
     assert [found.add([base]) for _ in range(3)] == ["study", "study (2)", "study (3)"]
     assert list(tables.by_source(found.outcomes)) == ["study", "study (2)", "study (3)"]
+
+
+def test_two_analyses_of_one_name_keep_their_pictures(tmp_path: Path) -> None:
+    values = {"checkpoint": "c", "tokens": 8, "draws": 2, "device": "cpu", "delta": 0.1}
+    for run in ("one", "two"):
+        folder = tmp_path / run / "analysis"
+        folder.mkdir(parents=True)
+        write_json(folder / "analysis.json", {**values, "bound": []})
+        (folder / "pca.png").write_bytes(run.encode())
+    *_, one, two = write_overview([tmp_path], tmp_path / "docs")
+    assert (one.name, one.read_bytes()) == ("analysis-pca.png", b"one")
+    assert (two.name, two.read_bytes()) == ("analysis-2-pca.png", b"two")
 
 
 def test_nothing_to_report_is_an_error(tmp_path: Path) -> None:
