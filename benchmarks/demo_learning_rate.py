@@ -14,8 +14,8 @@ from pathlib import Path
 from rich.console import Console
 
 from pamm.config import PammConfig
-from pamm.recipes.demo import demo_config, write_demo_text
-from pamm.recipes.pretrain import open_run, train_arms
+from pamm.recipes.pretraining.demo import demo_config, write_demo_text
+from pamm.recipes.pretraining.pretrain import open_run, train_arms
 from pamm.recipes.settings import Arm
 
 RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)

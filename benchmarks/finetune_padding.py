@@ -16,8 +16,8 @@ from transformers import set_seed
 import pamm
 from pamm.bench.records import append, environment
 from pamm.padding import skip_padding
-from pamm.recipes.glue_tasks import TASKS, read_task
-from pamm.recipes.glue_training import Encoded, Pad, load
+from pamm.recipes.finetuning.glue.tasks import TASKS, read_task
+from pamm.recipes.finetuning.glue.training import Encoded, Pad, load
 
 
 def gradient(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:

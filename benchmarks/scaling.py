@@ -24,7 +24,7 @@ from pamm.analysis.plots import COLOURS, new_figure, png
 from pamm.bench.model import SEQUENCE, SIZES, Steps, build
 from pamm.bench.records import Record, append, environment
 from pamm.bench.timing import interleave
-from pamm.recipes.model import compile_blocks
+from pamm.recipes.pretraining.model import compile_blocks
 
 CONFIG = pamm.PammConfig(ratio=1 / 512)
 WAYS = ("ddp", "fsdp2")

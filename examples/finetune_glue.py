@@ -11,8 +11,8 @@ from pathlib import Path
 from rich.console import Console
 
 from pamm import PammConfig
-from pamm.recipes.glue import finetune_glue
-from pamm.recipes.glue_settings import GlueConfig
+from pamm.recipes.finetuning.glue.finetune import finetune_glue
+from pamm.recipes.finetuning.glue.settings import GlueConfig
 from pamm.recipes.settings import Arm
 
 

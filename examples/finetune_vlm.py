@@ -12,8 +12,8 @@ from pathlib import Path
 from rich.console import Console
 
 from pamm import PammConfig
-from pamm.recipes.vlm import finetune_vlm
-from pamm.recipes.vlm_settings import VlmArm, VlmConfig
+from pamm.recipes.finetuning.vlm.finetune import finetune_vlm
+from pamm.recipes.finetuning.vlm.settings import VlmArm, VlmConfig
 
 
 def main(model: str, data: str, output: Path = Path("runs")) -> None:

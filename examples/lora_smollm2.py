@@ -39,7 +39,7 @@ from pamm import PammConfig
 from pamm.analysis.memory import peak_bytes, saved_bytes
 from pamm.bench.records import append, environment
 from pamm.integrations.transformers import PammCallback
-from pamm.recipes.python_text import module_files, python_text
+from pamm.recipes.text.python import module_files, python_text
 
 CPU = torch.device("cpu")
 ARMS = ("lora", "lora_pamm", "lora_bf16", "qlora", "qlora_pamm")

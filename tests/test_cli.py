@@ -64,7 +64,7 @@ def test_usage_errors(arguments: list[str], part: str) -> None:
 
 def test_the_example_in_the_help_is_a_valid_configuration() -> None:
     from pamm.cli import pretrain
-    from pamm.recipes.settings import PretrainConfig
+    from pamm.recipes.pretraining.settings import PretrainConfig
 
     example = (pretrain.__doc__ or "").partition("\b\n")[2]
     made = PretrainConfig.from_dict(yaml.safe_load(example))
@@ -76,7 +76,7 @@ def test_the_example_in_the_help_is_a_valid_configuration() -> None:
 
 def test_the_study_in_the_help_is_a_valid_one() -> None:
     from pamm.cli import ablate
-    from pamm.recipes.study import Study
+    from pamm.recipes.studies.study import Study
 
     made = Study(**yaml.safe_load((ablate.__doc__ or "").partition("\b\n")[2]))
     assert "pamm 1/512" in made.cells

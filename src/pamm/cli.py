@@ -10,9 +10,9 @@ from typer.core import TyperGroup
 
 from pamm.bench import cli as bench
 from pamm.errors import ArmFailedError, PammError
-from pamm.recipes import finetune
 from pamm.recipes.console import show_error
-from pamm.recipes.finetune import Output, Workers
+from pamm.recipes.finetuning import command as finetune
+from pamm.recipes.finetuning.command import Output, Workers
 
 
 class _Group(TyperGroup):
@@ -56,7 +56,7 @@ def demo(
     Trains a small LLaMA on Python's own documentation, once for each method, and ends with a table
     and a report with pictures. Ctrl-C stops it with a checkpoint; the same command goes on.
     """
-    from pamm.recipes.demo import demo
+    from pamm.recipes.pretraining.demo import demo
 
     demo(name, output, Console())
 
@@ -92,8 +92,8 @@ def pretrain(
     steps: 2000
     lr: 0.002
     """
-    from pamm.recipes.pretrain import pretrain
-    from pamm.recipes.settings import PretrainConfig
+    from pamm.recipes.pretraining.pretrain import pretrain
+    from pamm.recipes.pretraining.settings import PretrainConfig
 
     pretrain(PretrainConfig.load(config), output, Console())
 
@@ -218,8 +218,8 @@ def ablate(
       steps: 3000
       lr_factor: 0.25
     """
-    from pamm.recipes.ablate import ablate
-    from pamm.recipes.study import Study
+    from pamm.recipes.studies.ablate import ablate
+    from pamm.recipes.studies.study import Study
 
     ablate(Study.load(study), output, Console(), workers)
 
@@ -250,7 +250,7 @@ def analyze(
 
     Writes analysis.json and, for each chosen block, the pictures of the paper's appendix.
     """
-    from pamm.recipes.analyze import analyze
+    from pamm.recipes.studies.analyze import analyze
 
     analyze(
         checkpoint,
@@ -266,13 +266,15 @@ def analyze(
 
 @app.command()
 def report(
-    results: Annotated[list[Path], typer.Argument(help="Folders of runs, studies and analyses.")],
+    results: Annotated[
+        list[Path], typer.Argument(help="Folders of runs, studies, fine-tunings and analyses.")
+    ],
     output: Annotated[
         Path, typer.Option(help="Folder of the page and the pictures.", metavar="FOLDER")
     ] = Path("docs/results"),
 ) -> None:
     """All results on one page, beside the paper's tables; as HTML, and as Markdown for the docs."""
-    from pamm.recipes.overview import write_overview
+    from pamm.recipes.report.overview import write_overview
 
     for path in write_overview(results, output):
         typer.echo(path)

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 from torch._dynamo.utils import counters
 
-from pamm.recipes.settings import PretrainConfig
+from pamm.recipes.pretraining.settings import PretrainConfig
+from pamm.recipes.pretraining.tokens import prepare
+from pamm.recipes.pretraining.training import train_arm
 from pamm.recipes.stop import Stop
-from pamm.recipes.tokens import prepare
-from pamm.recipes.training import train_arm
 from tests.recipes.helpers import config, lines, quiet
 
 pytestmark = pytest.mark.filterwarnings("default")

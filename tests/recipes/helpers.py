@@ -8,7 +8,8 @@ from rich.console import Console
 
 from pamm.config import PammConfig
 from pamm.recipes.files import read_json_lines
-from pamm.recipes.settings import Arm, PretrainConfig
+from pamm.recipes.pretraining.settings import PretrainConfig
+from pamm.recipes.settings import Arm
 from pamm.recipes.stop import Stop
 
 WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "mixing")

@@ -1,1 +1,1 @@
-"""Complete jobs on real data, on the Transformers Trainer."""
+"""Complete jobs on real data, on the Transformers Trainer. Files here are what folders share."""

@@ -1,12 +1,13 @@
 """What a user sees in the terminal beside the training itself."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from pamm.recipes.text import Advance
+Advance = Callable[[int], None]
+"""Told how much more is done; moves a progress bar."""
 
 
 @contextlib.contextmanager

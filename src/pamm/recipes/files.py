@@ -3,10 +3,14 @@
 import contextlib
 import fcntl
 import json
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+RESULT, METRICS, FAILED = "result.json", "metrics.jsonl", "failed.txt"
+"""Of a training: what it found, written last; a line for each step; why it failed."""
 
 
 def write_text(path: Path, text: str) -> None:
@@ -33,6 +37,11 @@ def read_json_lines(path: Path) -> list[Any]:
     """
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def finite(number: float) -> float | None:
+    """None in place of NaN and infinity, which JSON has not."""
+    return number if math.isfinite(number) else None
 
 
 @contextlib.contextmanager

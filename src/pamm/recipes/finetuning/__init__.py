@@ -1,0 +1,1 @@
+"""Fine-tunings: every arm tuned alike, with several seeds. ``glue`` and ``vlm`` are two."""

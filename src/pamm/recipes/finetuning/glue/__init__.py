@@ -1,0 +1,1 @@
+"""An encoder on the tasks of GLUE."""
