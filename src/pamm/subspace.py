@@ -68,7 +68,7 @@ def code_bytes(fine: int, k: int) -> int:
 def basis(carried: Float[Tensor, "n k1"], drawn: Integer[Tensor, " k2"]) -> Float[Tensor, "n k"]:
     """Q = [Q1, (I - Q1 Q1.T) E_J]."""
     unit = carried.new_zeros(len(carried), len(drawn)).scatter_(0, drawn[None], 1.0)
-    return torch.cat([carried, unit.addmm(carried, carried[drawn].T, alpha=-1)], dim=1)
+    return torch.cat([carried, unit - carried @ carried[drawn].T], dim=1)
 
 
 def stride(tokens: int, sample: int) -> int:
