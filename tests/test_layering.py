@@ -17,7 +17,7 @@ SOURCE = Path(pamm.__file__).parent
 LAYERS = (
     {"errors", "config", "types", "swap", "naming", "example"},
     {"extras"},
-    {"permutation", "reference", "subspace"},
+    {"permutation", "reference", "subspace", "sampling"},
     {"kernels"},
     {"ops"},
     {"stream"},
@@ -62,7 +62,9 @@ EVERYWHERE = {"torch", "jaxtyping", "yaml", "rich", "typer", "pamm"}
 
 def layer_of(module: str) -> int:
     """Of ``recipes.report.tables``: that of ``recipes.report``, the longest name in the list."""
+    name = module
     while not any(module in names for names in LAYERS):
+        assert module, f"{name} has no layer: give it one in LAYERS and in DESIGN.md"
         module = module.rpartition(".")[0]
     return next(number for number, names in enumerate(LAYERS) if module in names)
 

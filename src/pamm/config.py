@@ -14,8 +14,8 @@ import yaml
 
 from pamm.errors import PammError
 
-METHODS = ("pamm", "subspace", "uniform_crs", "compact", "recompute", "exact")
-DEFAULT_RATIO = {"subspace": 3 / 8}
+METHODS = ("pamm", "subspace", "uniform_crs", "compact", "recompute", "sampled", "exact")
+DEFAULT_RATIO = {"subspace": 3 / 8, "sampled": 1 / 4}
 BACKENDS = ("auto", "triton", "torch")
 
 
@@ -28,12 +28,14 @@ class PammConfig:
             in 4 and 2 bits a number: ``pamm.subspace``), ``"uniform_crs"`` (keep the generators,
             drop every other row: PAMM with tolerance 0), ``"compact"`` (keep random projections of
             the features), ``"recompute"`` (keep nothing: the norm that made X makes it again in
-            backward, and the gradient is exact) or ``"exact"`` (keep X; the control in
-            comparisons).
+            backward, and the gradient is exact), ``"sampled"`` (the same, and of its rows only
+            some enter the gradient, drawn by the size of their tokens' gradients:
+            ``pamm.sampling``) or ``"exact"`` (keep X; the control in comparisons).
         ratio: r, the share of the b tokens kept as generators, 0 < r <= 1:
             k = min(b, max(1, ceil(r b))); 1/512 if left out. With ``"subspace"`` and ``"compact"``
-            the share of the n features kept as directions; with ``"subspace"`` 3/8 if left out. A
-            string such as ``"1/512"`` is read as a fraction.
+            the share of the n features kept as directions; with ``"subspace"`` 3/8 if left out. With
+            ``"sampled"`` the share of the tokens drawn in backward, 1/4 if left out. A string such
+            as ``"1/512"`` is read as a fraction.
         tolerance: epsilon of the paper's eq. 3, relative to a row's norm: a row is kept if
             ||A_i - A~_i|| <= epsilon ||A_i||. ``None`` (or infinity) keeps every row, which the
             paper found best; 0 keeps the generators alone; 1 and above equal ``None``.
@@ -65,6 +67,11 @@ class PammConfig:
         object.__setattr__(self, "tolerance", _tolerance(self.tolerance))
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
             raise PammError(f"seed is {self.seed!r}; give a whole number, 0 or above.")
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether what made X makes it again in backward."""
+        return self.method in ("recompute", "sampled")
 
     def generators(self, tokens: int) -> int:
         """k = min(b, max(1, ceil(r b))), in integer arithmetic so that 0.1 * 30 is 3 and not 4."""

@@ -146,6 +146,7 @@ class _StandIn:
 
     def __init__(self, method: Compressor) -> None:
         self._method = method
+        self.needs_x = method.needs_x
 
     def prepare(self, in_features: int, device: torch.device) -> None:
         self._method.prepare(in_features, device)

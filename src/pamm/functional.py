@@ -108,10 +108,11 @@ def linear(
     """
     if not (weight.requires_grad and torch.is_grad_enabled()):
         return F.linear(x, weight, bias)
-    if config.method == "subspace":
+    if config.method in ("subspace", "sampled"):
         raise PammError(
-            "method 'subspace' carries directions from step to step, which a function cannot. "
-            "Convert a model that holds the layer with pamm.convert."
+            f"method {config.method!r} needs more than a function: directions carried from step to "
+            "step, or the norm that makes x. Convert a model that holds the layer with "
+            "pamm.convert."
         )
     method = compressor(config)
     x, weight, bias = cast_like_autocast(x, weight, bias)
@@ -163,6 +164,9 @@ def linear_from_state(
 
     ``cast`` is x in the dtype of the weight: x itself, or made of it without a gradient.
     """
+    if method.needs_x:  # not in the state from the start, which a group shares and would keep
+        kept = x if x.dtype.itemsize < cast.dtype.itemsize else cast
+        state = (*state, kept.detach().reshape(-1, kept.shape[-1]))
     other = None if cast is x else cast
     if x.ndim != 2 and x.is_contiguous():
         # As F.linear does itself. The Function then returns a tensor of its own: of a view it made,

@@ -142,6 +142,8 @@ class Recomputing(Swapped):
     pamm_source: Recomputed
     pamm_group_name: str
 
+    __reduce_ex__ = Swapped.__reduce_ex__  # not that of a class below, which can be imported
+
     def forward(self, input: Tensor) -> Tensor:
         """x W.T + bias."""
         plain = super().forward  # type: ignore[misc]
@@ -169,7 +171,9 @@ class Recomputing(Swapped):
 
     def extra_repr(self) -> str:
         """Shapes, and which group it is in: printing the model shows what was converted."""
-        return ", ".join(filter(None, (super().extra_repr(), f"group={self.pamm_group_name}")))
+        group = f"group={self.pamm_group_name}"
+        below = super().extra_repr().removesuffix(f", {group}")  # if it is a PAMM layer as well
+        return ", ".join(filter(None, (below, group, "recomputed")))
 
     __repr__ = nn.Module.__repr__
 

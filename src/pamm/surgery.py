@@ -114,7 +114,7 @@ def _survey(
     skipped = []
     for group in find(model, targets, inputs, widen):
         reason = _reason(group, config, include, exclude) or fused(model, group.layers)
-        if config.method == "recompute" and is_cast(model, group.layers):
+        if config.recomputes and is_cast(model, group.layers):
             reason = "PEFT casts X to the dtype of the adapter, and the copy is not made again"
         if reason:
             skipped.append(SkippedGroup(group.name, tuple(group.layers), reason))
@@ -157,10 +157,7 @@ def _described(model: nn.Module, found: Found, config: PammConfig) -> ConvertedG
 def _convert(model: nn.Module, found: Found, config: PammConfig) -> None:
     layers = list(found.layers.values())
     weight = layers[0].weight
-    if config.method == "recompute":
-        assert found.source is not None
-        attach(model.get_submodule(found.source), layers, found.name)
-    else:
+    if config.method != "recompute":
         stream = Stream(config.seed, found.name, config.backend, weight.device)  # type: ignore[arg-type]
         method = compressor(config)
         method.prepare(features(layers[0])[0], weight.device)  # type: ignore[arg-type]
@@ -168,15 +165,20 @@ def _convert(model: nn.Module, found: Found, config: PammConfig) -> None:
         for member, (name, layer) in enumerate(found.layers.items()):
             (PammAdapter if is_adapter(model, name) else Pamm).adopt(layer, group, member)
         attach_adapters(model, found.layers)
+    if config.recomputes:
+        assert found.source is not None
+        attach(model.get_submodule(found.source), layers, found.name)
 
 
 def revert(model: nn.Module) -> int:
     """Give every converted layer its own class again; returns how many there were."""
-    layers = [module for module in model.modules() if is_pamm(module)]
+    layers = [m for m in model.modules() if is_pamm(m) or isinstance(m, Recomputing)]
+    detach(model)  # first: what it mixed in came last
     for layer in layers:
-        layer.release()
+        if is_pamm(layer):
+            layer.release()
     detach_adapters(model)
-    return len(layers) + detach(model)
+    return len(layers)
 
 
 def is_converted(model: nn.Module) -> bool:
@@ -258,7 +260,7 @@ def _reason(group: Found, config: PammConfig, include: Selector, exclude: Select
         return f"the same input is kept by {', '.join(widened)}, which is excluded"
     if reason := _obstacle(group.layers) or group.reason:
         return reason
-    if config.method == "recompute" and group.source is None:
+    if config.recomputes and group.source is None:
         return f"{group.no_source}: it cannot be made again in backward"
     return None
 

@@ -101,12 +101,12 @@ def gradient_errors(recorded: Recorded, config: PammConfig, draws: int) -> dict[
     method.prepare(recorded.x.shape[1], recorded.x.device)
     for _ in range(_LEARNING):
         method.advance(recorded.x)
-    together = torch.cat(list(recorded.grads.values()), dim=1)
-    sizes = [grad.shape[1] for grad in recorded.grads.values()]
-    samples = [
-        method.weight_grad(method.compress(recorded.x, stream.draw), together).split(sizes)
-        for _ in range(draws)
-    ]
+    samples = []
+    for _ in range(draws):
+        state = method.compress(recorded.x, stream.draw)
+        if method.needs_x:
+            state = (*state, recorded.x)
+        samples.append([method.weight_grad(state, grad) for grad in recorded.grads.values()])
     errors = {}
     for number, (name, grad) in enumerate(recorded.grads.items()):
         exact = (grad.T @ recorded.x).double()

@@ -8,6 +8,7 @@ from pamm.compressors.compact import CompAct
 from pamm.compressors.exact import Exact
 from pamm.compressors.pamm import Pamm
 from pamm.compressors.protocol import Compressor, Memoryless, State
+from pamm.compressors.sampled import Sampled
 from pamm.compressors.subspace import Subspace
 from pamm.compressors.uniform_crs import UniformCRS
 from pamm.config import PammConfig
@@ -18,6 +19,7 @@ _METHODS = {
     "subspace": Subspace,
     "uniform_crs": UniformCRS,
     "compact": CompAct,
+    "sampled": Sampled,
     "exact": Exact,
 }
 
@@ -27,6 +29,7 @@ __all__ = [
     "Exact",
     "Memoryless",
     "Pamm",
+    "Sampled",
     "State",
     "Subspace",
     "UniformCRS",

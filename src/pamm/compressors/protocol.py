@@ -16,6 +16,9 @@ State = tuple[Tensor, ...]
 class Compressor(Protocol):
     """Keeps a state instead of X, and gives an approximate weight gradient from it."""
 
+    needs_x: bool
+    """Whether X itself follows the state: for methods that have it made again in backward."""
+
     def prepare(self, in_features: int, device: torch.device) -> None:
         """Make what is carried from step to step, for inputs of ``in_features``."""
         ...
@@ -47,6 +50,8 @@ class Compressor(Protocol):
 
 class Memoryless:
     """The part of the protocol that methods share which carry nothing from step to step."""
+
+    needs_x = False
 
     def prepare(self, in_features: int, device: torch.device) -> None:
         """Nothing to make."""

@@ -18,6 +18,8 @@ class Subspace:
     Between steps the group carries Q1 (n, k1) in fp32.
     """
 
+    needs_x = False
+
     def __init__(self, config: PammConfig) -> None:
         self.config = config
 

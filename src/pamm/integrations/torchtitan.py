@@ -72,8 +72,10 @@ def qkv(config: Any, **settings: Any) -> Any:
         PammError: for settings or a kind of projection that PAMM does not know.
     """
     pamm, kind = PammConfig.from_dict(settings), CONFIGS.get(type(config))
-    if pamm.method == "recompute":
-        raise PammError("method 'recompute' needs the norm that makes X; choose another one here.")
+    if pamm.recomputes:
+        raise PammError(
+            f"method {pamm.method!r} needs the norm that makes X; choose another one here."
+        )
     if kind is None:
         raise PammError(
             f"{type(config).__qualname__} is no kind of q, k and v projection that PAMM knows; "

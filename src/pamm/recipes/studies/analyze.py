@@ -33,7 +33,7 @@ NEAR = (0.5, 0.7, 0.8, 0.9, 0.95)  # of Lemma 2, which is for 0 < eps < 1
 DELTA = 0.05
 ANALYSIS = "analysis.json"
 _EXACT = ("exact", "recompute")  # nothing to measure
-_RATIOS_OF = {"subspace": (1 / 8, 3 / 8)}
+_RATIOS_OF = {"subspace": (1 / 8, 3 / 8), "sampled": (1 / 8, 1 / 4, 1 / 2)}
 _PASS = 4096  # tokens that the model sees at a time
 _LONGEST = 1024
 

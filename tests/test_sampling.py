@@ -1,0 +1,156 @@
+"""Tokens drawn in backward by the size of their gradients."""
+
+import copy
+
+import pytest
+import torch
+
+import pamm
+from pamm import sampling
+from pamm.nn import groups
+from tests.helpers import Model
+from tests.tolerances import relative_error
+
+CONFIG = pamm.PammConfig("sampled", ratio=1 / 4)
+
+
+def uneven(tokens: int) -> torch.Tensor:
+    """Sizes of which few have most of the sum."""
+    return torch.randn(tokens, dtype=torch.float64).abs() ** 4
+
+
+@pytest.mark.parametrize("c", [1, 10, 250, 900])
+def test_shares_add_up_and_follow_the_size(c: int) -> None:
+    size = uneven(1000)
+    q = sampling.shares(size, c)
+    assert q.max() <= 1
+    assert (q[size.argsort()].diff() >= 0).all()
+    assert 0.98 * c < float(q.sum()) < 1.001 * c
+
+
+def test_shares_of_nothing_are_even() -> None:
+    q = sampling.shares(torch.zeros(8), 2)
+    assert torch.allclose(q, torch.full((8,), 0.25))
+
+
+@pytest.mark.parametrize("c", [50, 250])
+def test_a_draw_is_right_on_the_average_for_every_token(c: int) -> None:
+    q, times = sampling.shares(uneven(500), c), 4000
+    total = torch.zeros(500, dtype=torch.float64)
+    for number in range(times):
+        index, weight = sampling.drawn(q, c, torch.tensor([(number + 0.5) / times]))
+        assert len(index) == c
+        total.index_add_(0, index, weight)
+    often = q > 0.05
+    assert torch.allclose(total[often] / times, torch.ones_like(total[often]), rtol=0.03)
+    assert float(total.sum()) / times == pytest.approx(500, rel=0.01)
+
+
+def test_the_mean_of_many_gradients_is_the_exact_one_and_noise_is_least_by_size() -> None:
+    x, g = torch.randn(512, 12), torch.randn(512, 7) * uneven(512)[:, None].float()
+    exact, times = g.T @ x, 400
+    offsets = (torch.arange(times)[:, None] + torch.rand(times, 1)) / times
+    made = [sampling.weight_grad(x, g, 128, offset) for offset in offsets]
+    assert relative_error(sum(made) / times, exact) < 0.02
+    by_size = sum(relative_error(one, exact) ** 2 for one in made) / times
+    even = 0.0
+    for _ in range(times):
+        index = torch.randperm(512)[:128]
+        even += relative_error(4 * g[index].T @ x[index], exact) ** 2 / times
+    assert by_size < even / 8
+
+
+def test_all_tokens_give_the_exact_gradient() -> None:
+    x, g = torch.randn(20, 6), torch.randn(20, 5)
+    assert torch.equal(sampling.weight_grad(x, g, 20, torch.zeros(1)), g.T @ x)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_overflowed_stays_visible(bad: float) -> None:
+    """Loss scaling looks for it."""
+    x, g = torch.randn(64, 6), torch.randn(64, 5)
+    g[3, 2] = bad
+    assert not sampling.weight_grad(x, g, 16, torch.tensor([0.3])).isfinite().all()
+
+
+def test_no_gradient_gives_none() -> None:
+    x, g = torch.randn(64, 6), torch.zeros(64, 5)
+    assert torch.equal(sampling.weight_grad(x, g, 16, torch.tensor([0.3])), torch.zeros(5, 6))
+
+
+def test_small_numbers_of_fp16_do_not_overflow() -> None:
+    x, g = 0.1 * torch.randn(64, 6).half(), torch.full((64, 5), 1e-3)
+    g[0] = 60000.0
+    assert sampling.weight_grad(x, g.half(), 16, torch.tensor([0.3])).isfinite().all()
+
+
+class TestThroughConvert:
+    X = torch.randn(2, 60, 16)
+
+    def gradients(self, model: Model) -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        model(self.X).square().sum().backward()
+        return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+    def test_only_the_projections_gradients_are_approximate(self) -> None:
+        model = Model()
+        twin = copy.deepcopy(model)
+        report = pamm.convert(twin, CONFIG, example=self.X)
+        assert "2 groups converted (sampled, ratio 1/4)" in str(report)
+        assert [group.held_bytes(120) for group in report.converted] == [8, 8]
+        exact, ours = self.gradients(model), self.gradients(twin)
+        for name in exact:
+            converted = any(f"{each}_proj.weight" in name for each in "qkv")
+            assert torch.equal(exact[name], ours[name]) != converted, name
+
+    def test_draws_differ_and_seek_brings_them_back(self) -> None:
+        model = Model()
+        pamm.convert(model, CONFIG, example=self.X)
+        name = "layers.0.attention.q_proj.weight"
+        made = []
+        for step in (0, 1, 0):
+            pamm.seek(model, step)
+            made.append(self.gradients(model)[name])
+        assert not torch.equal(made[0], made[1])
+        assert torch.equal(made[0], made[2])
+
+    @pytest.mark.parametrize("frozen", [[], ["k_proj"]])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_x_is_gone_after_forward(self, frozen: list[str], dtype: torch.dtype) -> None:
+        model = Model()
+        pamm.convert(model, CONFIG, example=self.X)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not any(each in name for each in frozen))
+        seen = []
+        norm = model.layers[1].norm
+        norm.register_forward_hook(lambda *a: seen.append(a[-1].untyped_storage()._weak_ref()))
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            out = model(self.X)
+        assert [torch.UntypedStorage._expired(ref) for ref in seen] == [True]
+        out.float().sum().backward()
+        assert all(not group._currents.of for group in groups(model))
+
+    def test_it_is_taken_back(self) -> None:
+        model = Model()
+        plain = repr(model)
+        pamm.convert(model, CONFIG, example=self.X)
+        assert "recomputed" in repr(model)
+        with pytest.raises(pamm.NothingToConvertError, match="already converted"):
+            pamm.convert(model, CONFIG, example=self.X)
+        assert pamm.revert(model) == 6
+        assert repr(model) == plain
+
+    def test_copies_draw_and_recompute_by_themselves(self) -> None:
+        model = Model()
+        pamm.convert(model, CONFIG, example=self.X)
+        twin = copy.deepcopy(model)
+        pamm.revert(model)
+        assert len(groups(twin)) == 2
+        assert self.gradients(twin)
+
+    def test_without_what_makes_x_it_is_refused(self) -> None:
+        with pytest.raises(pamm.NothingToConvertError, match="give convert an example"):
+            pamm.convert(Model(), CONFIG)
+        weight = torch.randn(4, 16, requires_grad=True)
+        with pytest.raises(pamm.PammError, match=r"pamm\.convert"):
+            pamm.linear(self.X, weight, config=CONFIG, stream=pamm.Stream())
