@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import pamm
 from pamm import ops
 from pamm.nn import groups
-from tests.helpers import Model
+from tests.helpers import Model, saved_tensors
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CONFIG = pamm.PammConfig(ratio=1 / 8)
@@ -178,6 +178,28 @@ def test_recomputing_compiles_and_is_exact() -> None:
             model(x).square().sum().backward()
         for one, other in zip(exact.parameters(), target.parameters(), strict=True):
             assert torch.allclose(one.grad, other.grad, atol=1e-4)
+
+
+def test_sampling_compiles_draws_what_eager_draws_and_keeps_no_x() -> None:
+    config, x = pamm.PammConfig("sampled", ratio=1 / 2), torch.randn(2, 20, 16, device=DEVICE)
+    kept, models = {}, {}
+    for name in ("exact", "eager", "compiled"):
+        torch.manual_seed(0)
+        target = Model(layers=3).to(DEVICE)
+        if name != "exact":
+            pamm.convert(target, config, example=x)
+        model = target if name == "eager" else torch.compile(target, fullgraph=True)
+        model(x).sum().backward()
+        with saved_tensors() as saved:
+            y = model(x)
+        kept[name] = sum(tensor.numel() for tensor in saved)
+        models[name] = model, target
+        del y
+    # The first block's input needs no gradient, so that its X is kept.
+    assert kept["compiled"] <= kept["exact"] - 2 * x.numel()
+    for number in range(3):
+        one, other = (step(*models[name], number) for name in ("eager", "compiled"))
+        assert all(torch.allclose(*pair, atol=1e-4) for pair in zip(one, other, strict=True))
 
 
 def test_the_functional_layer_compiles() -> None:
