@@ -33,9 +33,9 @@ class PammConfig:
             ``pamm.sampling``) or ``"exact"`` (keep X; the control in comparisons).
         ratio: r, the share of the b tokens kept as generators, 0 < r <= 1:
             k = min(b, max(1, ceil(r b))); 1/512 if left out. With ``"subspace"`` and ``"compact"``
-            the share of the n features kept as directions; with ``"subspace"`` 3/8 if left out. With
-            ``"sampled"`` the share of the tokens drawn in backward, 1/4 if left out. A string such
-            as ``"1/512"`` is read as a fraction.
+            the share of the n features kept as directions; with ``"subspace"`` 3/8 if left out.
+            With ``"sampled"`` the share of the tokens drawn in backward, 1/4 if left out. A string
+            such as ``"1/512"`` is read as a fraction.
         tolerance: epsilon of the paper's eq. 3, relative to a row's norm: a row is kept if
             ||A_i - A~_i|| <= epsilon ||A_i||. ``None`` (or infinity) keeps every row, which the
             paper found best; 0 keeps the generators alone; 1 and above equal ``None``.

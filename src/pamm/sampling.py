@@ -1,7 +1,7 @@
 """A weight gradient from some of the tokens, drawn in backward by the size of their gradients.
 
-In dW = sum_i g_i x_i.T a few tokens have most of the gradient, most of all in q, k and v. Of b tokens
-c are drawn, token i as often as
+In dW = sum_i g_i x_i.T a few tokens have most of the gradient, most of all in q, k and v. Of b
+tokens c are drawn, token i as often as
 
     q_i = min(1, ||g_i|| / tau)  on the average, with tau such that sum_i q_i = c
 
