@@ -124,7 +124,9 @@ class TestThroughConvert:
             parameter.requires_grad_(not any(each in name for each in frozen))
         seen = []
         block: Any = model.layers[1]
-        block.norm.register_forward_hook(lambda *a: seen.append(a[-1].untyped_storage()._weak_ref()))
+        block.norm.register_forward_hook(
+            lambda *made: seen.append(made[-1].untyped_storage()._weak_ref())
+        )
         with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
             out = model(self.X)
         assert [torch.UntypedStorage._expired(ref) for ref in seen] == [True]
