@@ -7,12 +7,21 @@ import pytest
 import torch
 
 import pamm
-from pamm import sampling
+from pamm import ops, sampling
+from pamm.compressors import compressor
 from pamm.nn import groups
 from tests.helpers import Model
 from tests.tolerances import relative_error
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CONFIG = pamm.PammConfig("sampled", ratio=1 / 4)
+
+
+def sampled(
+    x: torch.Tensor, g: torch.Tensor, c: int, offset: torch.Tensor, backend: str = "auto"
+) -> torch.Tensor:
+    x, g = x.to(DEVICE), g.to(DEVICE)
+    return sampling.weight_grad(x, g, *ops.sample(g, c, offset.double().to(DEVICE), backend))
 
 
 def uneven(tokens: int) -> torch.Tensor:
@@ -36,7 +45,7 @@ def test_shares_of_nothing_are_even() -> None:
 
 @pytest.mark.parametrize("c", [50, 250])
 def test_a_draw_is_right_on_the_average_for_every_token(c: int) -> None:
-    q, times = sampling.shares(uneven(500), c), 4000
+    q, times = sampling.shares(uneven(500), c), 2000
     total = torch.zeros(500, dtype=torch.float64)
     for number in range(times):
         index, weight = sampling.drawn(q, c, torch.tensor([(number + 0.5) / times]))
@@ -51,7 +60,7 @@ def test_the_mean_of_many_gradients_is_the_exact_one_and_noise_is_least_by_size(
     x, g = torch.randn(512, 12), torch.randn(512, 7) * uneven(512)[:, None].float()
     exact, times = g.T @ x, 400
     offsets = (torch.arange(times)[:, None] + torch.rand(times, 1)) / times
-    made = [sampling.weight_grad(x, g, 128, offset) for offset in offsets]
+    made = [sampled(x, g, 128, offset) for offset in offsets]
     assert relative_error(torch.stack(made).mean(0), exact) < 0.02
     by_size = sum(relative_error(one, exact) ** 2 for one in made) / times
     even = 0.0
@@ -63,26 +72,53 @@ def test_the_mean_of_many_gradients_is_the_exact_one_and_noise_is_least_by_size(
 
 def test_all_tokens_give_the_exact_gradient() -> None:
     x, g = torch.randn(20, 6), torch.randn(20, 5)
-    assert torch.equal(sampling.weight_grad(x, g, 20, torch.zeros(1)), g.T @ x)
+    method = compressor(pamm.PammConfig("sampled", ratio=1.0))
+    assert torch.equal(method.weight_grad((torch.zeros(1), x), g), g.T @ x)
 
 
+@pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_overflowed_stays_visible(bad: float) -> None:
+def test_what_overflowed_stays_visible(bad: float, backend: str) -> None:
     """Loss scaling looks for it."""
     x, g = torch.randn(64, 6), torch.randn(64, 5)
     g[3, 2] = bad
-    assert not sampling.weight_grad(x, g, 16, torch.tensor([0.3])).isfinite().all()
+    assert not sampled(x, g, 16, torch.tensor([0.3]), backend).isfinite().all()
 
 
-def test_no_gradient_gives_none() -> None:
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_no_gradient_gives_none(backend: str) -> None:
     x, g = torch.randn(64, 6), torch.zeros(64, 5)
-    assert torch.equal(sampling.weight_grad(x, g, 16, torch.tensor([0.3])), torch.zeros(5, 6))
+    made = sampled(x, g, 16, torch.tensor([0.3]), backend)
+    assert torch.equal(made, torch.zeros(5, 6, device=DEVICE))
 
 
-def test_small_numbers_of_fp16_do_not_overflow() -> None:
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_small_numbers_of_fp16_do_not_overflow(backend: str) -> None:
     x, g = 0.1 * torch.randn(64, 6).half(), torch.full((64, 5), 1e-3)
     g[0] = 60000.0
-    assert sampling.weight_grad(x, g.half(), 16, torch.tensor([0.3])).isfinite().all()
+    assert sampled(x, g.half(), 16, torch.tensor([0.3]), backend).isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("tokens", "m", "c"), [(1, 3, 1), (7, 5, 3), (300, 40, 75), (4200, 8, 1500)]
+)
+def test_the_kernel_equals_its_twin(dtype: torch.dtype, tokens: int, m: int, c: int) -> None:
+    """Sizes that are powers of two, of which all sums are exact: the same draws to the last one."""
+    g = torch.zeros(tokens, m, device=DEVICE)
+    g[:, 0] = 2.0 ** torch.randint(-6, 3, (tokens,), device=DEVICE)
+    g[::5] = 0
+    g = g.to(dtype)[:, : m - 1]  # not contiguous
+    for offset in (0.0, 0.37, 0.999):
+        at = torch.tensor([offset], dtype=torch.float64, device=DEVICE)
+        index, weight = ops.sample(g, c, at, "triton")
+        again = ops.sample(g, c, at, "triton")
+        assert torch.equal(index, again[0])
+        assert torch.equal(weight, again[1])
+        expected = ops.sample(g, c, at, "torch")
+        assert (index == expected[0]).float().mean() > 0.999  # the mean may be off in a last bit
+        torch.testing.assert_close(weight, expected[1], rtol=1e-4, atol=0)
+        assert (index.diff() >= 0).all()
 
 
 class TestThroughConvert:

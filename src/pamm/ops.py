@@ -7,6 +7,7 @@
     pamm::encode       codes of 4 and 2 bits of a matrix, with sizes and scales
     pamm::decode       the matrix they stand for
     pamm::refresh      the directions that a subspace carries, now and then brought up to date
+    pamm::sample       some tokens, drawn by the size of their gradients, and weights
 
 To torch.compile, checkpointing policies and profilers each is one opaque unit. None of them waits
 for the device. All sums are taken in fp32 (fp64 for fp64), also under autocast.
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pamm import subspace
+from pamm import sampling, subspace
 from pamm.config import BACKENDS
 from pamm.errors import PammError
 from pamm.kernels import plain
@@ -207,6 +208,22 @@ def refresh(carried: Tensor, passes: Tensor, x: Tensor, every: int) -> None:
 @_fake("refresh")
 def _(carried: Tensor, passes: Tensor, x: Tensor, every: int) -> None:
     return None
+
+
+@_op("sample(Tensor g, SymInt c, Tensor offset, str backend) -> (Tensor, Tensor)")
+def sample(g: Tensor, c: int, offset: Tensor, backend: str) -> tuple[Tensor, Tensor]:
+    """``sampling.draw``: c tokens of those with gradients g (tokens, m), and their weights."""
+    if _use_triton(g, backend):
+        from pamm.kernels import sample as kernel
+
+        return kernel.draw(g, c, offset)
+    return sampling.draw(g, c, offset)
+
+
+@_fake("sample")
+def _(g: Tensor, c: int, offset: Tensor, backend: str) -> tuple[Tensor, Tensor]:
+    index = g.new_empty(c, dtype=torch.int64)
+    return index, g.new_empty(c, dtype=accumulation_dtype(g.dtype))
 
 
 def no_autocast(tensor: Tensor) -> AbstractContextManager[object]:

@@ -17,18 +17,29 @@ from torch import Tensor
 
 from pamm.types import accumulation_dtype
 
-_ROUNDS = 6
-_FLOOR = 1e-2
+ROUNDS = 6
+FLOOR = 1e-2
 """Of the mean size; what is tiny is drawn more often than its due, lest a rare draw weigh much."""
+TINY = 1e-30
+UNIT = 1 << 24
+"""Shares are added up in whole numbers of 1 / UNIT: without rounding, so in any order."""
+
+
+def draw(
+    g: Float[Tensor, "tokens m"], c: int, offset: Float[Tensor, " 1"]
+) -> tuple[Int64[Tensor, " c"], Float[Tensor, " c"]]:
+    """c tokens of those with gradients ``g``, and their weights; ``offset`` in [0, 1) is random."""
+    size = torch.linalg.vector_norm(g, dim=1, dtype=accumulation_dtype(g.dtype))
+    return drawn(shares(size, c), c, offset)
 
 
 def shares(size: Float[Tensor, " tokens"], c: int) -> Float[Tensor, " tokens"]:
     """q, up to a factor near 1. Each round takes the tokens above tau for sure, c less so many are
     left for the others, and so tau falls to where no more are above it.
     """
-    size = size + (_FLOOR * size.mean() + torch.finfo(size.dtype).tiny)
+    size = size + (FLOOR * size.mean() + TINY)
     tau = size.sum() / c
-    for _ in range(_ROUNDS):
+    for _ in range(ROUNDS):
         is_sure = size > tau
         tau = torch.where(is_sure, 0, size).sum() / (c - is_sure.sum()).clamp(min=1)
     return (size / tau).clamp(max=1)
@@ -39,22 +50,24 @@ def drawn(
 ) -> tuple[Int64[Tensor, " c"], Float[Tensor, " c"]]:
     """c tokens and their weights 1 / q, systematically: at equal steps along the sum of q.
 
-    ``offset``, uniform in [0, 1), is the place of the first in its step. Where sum q is not c but
-    near it, the expected number of draws of i is q_i c / sum q, and the weight its inverse.
+    ``offset`` is the place of the first in its step. Where sum q is not c but near it, the expected
+    number of draws of i is q_i c / sum q, and the weight its inverse. NaN where q has any.
     """
-    along = q.double().cumsum(0)
-    step = along[-1] / c
-    at = (torch.arange(c, device=q.device) + offset) * step
+    units = (q * UNIT).nan_to_num().long()
+    along = units.cumsum(0)
+    total = along[-1]
+    start = (offset * total).long()
+    at = (torch.arange(c, device=q.device) * total + start) // c
     index = torch.searchsorted(along, at, right=True).clamp(max=len(q) - 1)
-    return index, step.to(q.dtype) / q[index]
+    weight = total.to(q.dtype) / c / units[index].to(q.dtype)
+    return index, weight + 0 * q.sum()
 
 
 def weight_grad(
-    x: Float[Tensor, "tokens n"], g: Float[Tensor, "tokens m"], c: int, offset: Float[Tensor, " 1"]
+    x: Float[Tensor, "tokens n"],
+    g: Float[Tensor, "tokens m"],
+    index: Int64[Tensor, " c"],
+    weight: Float[Tensor, " c"],
 ) -> Float[Tensor, "m n"]:
-    """About G.T @ X, from c tokens. The weights go to the rows of X, which do not overflow."""
-    if c >= len(g):
-        return g.T @ x.to(g.dtype)
-    size = torch.linalg.vector_norm(g, dim=1, dtype=accumulation_dtype(g.dtype))
-    index, weight = drawn(shares(size, c), c, offset)
+    """About G.T @ X, from the drawn tokens. The weights go to X, whose rows do not overflow."""
     return g[index].T @ (x[index] * weight[:, None]).to(g.dtype)

@@ -43,6 +43,14 @@ def test_ops_pass_opcheck(dtype: torch.dtype, tolerance: float | None) -> None:
     torch.library.opcheck(torch.ops.pamm.decode.default, (codes, size, 10, 24, "auto"))
 
 
+def test_sample_passes_opcheck() -> None:
+    g, offset = (
+        torch.randn(60, 24, device=DEVICE),
+        torch.rand(1, dtype=torch.float64, device=DEVICE),
+    )
+    torch.library.opcheck(torch.ops.pamm.sample.default, (g, 7, offset, "auto"))
+
+
 def test_refresh_passes_opcheck() -> None:
     """Its mutations are declared; its count is read, so it cannot be traced with symbols."""
     carried, x = torch.eye(24, 7, device=DEVICE), torch.randn(60, 24, device=DEVICE)

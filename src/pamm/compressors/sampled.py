@@ -28,8 +28,12 @@ class Sampled(Memoryless):
     def weight_grad(self, state: State, grad: Float[Tensor, "tokens m"]) -> Float[Tensor, "m n"]:
         """From as many tokens as ``config`` says."""
         offset, x = state
+        c = self.config.generators(len(grad))
         with ops.no_autocast(grad):
-            return sampling.weight_grad(x, grad, self.config.generators(len(grad)), offset)
+            if c >= len(grad):
+                return grad.T @ x.to(grad.dtype)
+            index, weight = ops.sample(grad, c, offset, self.config.backend)
+            return sampling.weight_grad(x, grad, index, weight)
 
     def state_bytes(self, tokens: int, in_features: int, dtype: torch.dtype) -> int:
         """The one number: X itself is made again in backward."""
