@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 import yaml
 from typer.testing import CliRunner, Result
 
@@ -44,6 +45,19 @@ def test_help_loads_no_framework_and_names_the_commands() -> None:
     assert done.returncode == 0, done.stderr
     assert "demo" in done.stdout
     assert "pretrain" in done.stdout
+
+
+def test_no_metavar_is_the_name_of_its_option() -> None:
+    """typer 0.27.0 to 0.27.3 would take the metavar for the name: ``--MODEL``."""
+    commands: list[Any] = [typer.main.get_command(app)]
+    options = []
+    for command in commands:
+        commands += getattr(command, "commands", {}).values()
+        options += [each for each in command.params if each.param_type_name == "option"]
+    assert {"model", "config"} <= {option.name for option in options}
+    for option in options:
+        names = {name.lstrip("-").upper() for name in (option.name, *option.opts)}
+        assert option.metavar not in names, option.opts
 
 
 def test_without_arguments_help_is_shown() -> None:

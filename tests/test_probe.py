@@ -1,7 +1,9 @@
 """What a forward pass without weights sees, and that the model never notices."""
 
 import copy
+import gc
 import random
+import weakref
 from collections.abc import Callable
 
 import numpy as np
@@ -208,3 +210,17 @@ def test_deepcopied_modules_are_not_shared_with_the_model() -> None:
     assert all(
         torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True)
     )
+
+
+def test_nothing_of_the_run_stays_alive() -> None:
+    alive: list[weakref.ref[object]] = []
+
+    class Watched(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            output = super().forward(x).sigmoid()  # which is saved in the graph that made it
+            alive.extend((weakref.ref(self), weakref.ref(output)))
+            return output
+
+    probe(Watched(), X)
+    gc.collect()
+    assert [each() for each in alive] == [None, None]

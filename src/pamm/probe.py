@@ -206,20 +206,24 @@ class _Watch:
             hook.remove()
 
     def inputs(self) -> list[Input]:
-        """What the linear layers received, in the order they did."""
+        """What the linear layers received, in the order they did. Forgets all tensors."""
         changed = {name for name, tensor, was in self._versions if tensor._version != was}
         for tensor, found in self._inputs.values():
             if found.maker in changed:
                 found.obstacle = found.obstacle or "returns what is written to afterwards"
             found.keepers = list(dict.fromkeys(self._kept.get(_storage(tensor), ())))
-        return [found for _, found in self._inputs.values()]
+        inputs = [found for _, found in self._inputs.values()]
+        # The graph holds this object: no garbage collector sees that cycle.
+        for seen in (self._alive, self._versions, self._inputs):
+            seen.clear()
+        return inputs
 
     def pack(self, tensor: Tensor) -> Tensor:
         """Called for everything that is kept for backward."""
         self._alive.append(tensor)
         name = self._running[-1].name if self._running else ""
         self._kept.setdefault(_storage(tensor), []).append(name)
-        return tensor
+        return tensor.detach()  # an output that its own graph holds would never die
 
     def operation(self, func: Any, tensors: list[Tensor]) -> None:
         """Called for every operation, before it runs."""

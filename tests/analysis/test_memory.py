@@ -1,6 +1,8 @@
 import contextlib
+import gc
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
@@ -101,6 +103,26 @@ def test_gradients_after_a_measurement_are_right() -> None:
     saved_bytes(layer, {"layer": [""]}, lambda: outputs.append(layer(x)))
     outputs[0].sum().backward()
     assert torch.equal(layer.weight.grad, torch.ones(3, 5) @ x)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("watched", ["", "0", "1"])
+def test_what_was_saved_dies_with_the_measurement(watched: str) -> None:
+    """Without the garbage collector, which does not know how large a tensor is."""
+    first = nn.Linear(4, 4)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid())  # which saves its output
+    alive: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def forward() -> None:
+        hidden = first(torch.randn(5, 4))
+        tensors = hidden, model(hidden)
+        alive.extend(weakref.ref(each.untyped_storage()) for each in tensors)
+
+    gc.disable()
+    try:
+        assert saved_bytes(model, {"layer": [watched]}, forward)["layer"] > 0
+        assert [each() for each in alive] == [None, None]
+    finally:
+        gc.enable()
 
 
 ALLOCATE = """

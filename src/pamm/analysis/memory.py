@@ -76,24 +76,28 @@ class _Watch:
         self._own = [parameter.detach() for parameter in layer.parameters()]
         # By address; holding the tensor keeps the address from being given to another one.
         self._kept = kept
-        self._hooks = saved_tensors_hooks(self._pack, lambda tensor: tensor)
+        # Not an attribute: it holds this object, and in a cycle all that was saved would stay.
+        hooks = saved_tensors_hooks(self._pack, lambda tensor: tensor)
         self.handles = [
-            layer.register_forward_pre_hook(lambda *_: self._hooks.__enter__()),
+            layer.register_forward_pre_hook(lambda *_: hooks.__enter__()),
             layer.register_forward_hook(
-                lambda *_: self._hooks.__exit__(None, None, None), always_call=True
+                lambda *_: hooks.__exit__(None, None, None), always_call=True
             ),
         ]
 
     def _pack(self, tensor: Tensor) -> Tensor:
+        # The tensor itself would hold its graph, and the graph holds what is returned and this
+        # object: no garbage collector sees a cycle through the graph.
+        detached = tensor.detach()
         address = tensor.untyped_storage().data_ptr()
         if address not in self._parameters and not self._is_cast_parameter(tensor):
-            self._kept[address] = tensor
-        return tensor
+            self._kept[address] = detached
+        return detached
 
     def _is_cast_parameter(self, tensor: Tensor) -> bool:
         """Whether the storage is that of a parameter of the layer in another dtype.
 
-        Told by content: hooks are handed a detached tensor, which does not say where it is from.
+        Told by content: a copy does not say what it was made from.
         """
         storage = tensor.untyped_storage()
         return any(

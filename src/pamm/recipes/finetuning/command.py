@@ -26,7 +26,7 @@ def glue(
         str, typer.Option(help="YAML or JSON file, or the paper's.", metavar="FILE")
     ] = "paper-glue",
     model: Annotated[
-        str | None, typer.Option(help="Name on the hub or folder of an encoder.", metavar="MODEL")
+        str | None, typer.Option(help="Name on the hub or folder of an encoder.", metavar="NAME")
     ] = None,
     data: Annotated[
         str | None, typer.Option(help="hub, or a folder with TASK/train.tsv.", metavar="FOLDER")
