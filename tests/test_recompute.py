@@ -1,6 +1,7 @@
 """Computing X again in backward: exact, once for each group, and with nothing of X kept."""
 
 import copy
+import gc
 import pickle
 
 import pytest
@@ -115,6 +116,26 @@ def test_an_input_from_elsewhere_or_changed_in_place_is_kept_as_usual(
     reader(x).sum().backward()
     assert torch.allclose(reader.weight.grad, torch.ones(4, 8) @ x)
     assert not recomputations
+
+
+@pytest.mark.parametrize("method", ["recompute", "sampled"])
+def test_a_step_leaves_nothing_behind(method: str) -> None:
+    """An RMSNorm in operations of its own keeps the output of one of them for its backward."""
+
+    class RMSNorm(nn.Module):
+        def forward(self, h: Tensor) -> Tensor:
+            return h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+    model = Model()
+    for layer in model.layers:
+        layer.norm = RMSNorm()
+    pamm.convert(model, pamm.PammConfig(method), example=torch.randn(2, 20, 16))
+    alive = []
+    for _ in range(5):
+        model(torch.randn(2, 20, 16)).square().sum().backward()
+        gc.collect()
+        alive.append(sum(type(each) is Tensor for each in gc.get_objects()))
+    assert alive[-1] <= alive[1]
 
 
 def test_backward_twice_through_one_graph() -> None:

@@ -96,7 +96,8 @@ class Recomputation:
         def collect(tensor: Tensor) -> Tensor:
             if not isinstance(tensor, nn.Parameter):
                 saved.append(tensor.detach())
-            return tensor
+            # Not the tensor itself: a graph that keeps its own output is never freed.
+            return tensor.detach()
 
         h = h.detach().requires_grad_(self._needs_grad)
         with torch.enable_grad(), saved_tensors_hooks(collect, lambda tensor: tensor):
