@@ -3,6 +3,7 @@ import torch
 
 from pamm.analysis.fidelity import (
     Recorded,
+    energy,
     find_groups,
     gradient_errors,
     principal_plane,
@@ -67,6 +68,28 @@ def test_noise_falls_with_the_root_of_what_is_kept() -> None:
 def test_exact_has_no_error() -> None:
     for error in gradient_errors(recorded(), PammConfig("exact"), draws=2).values():
         assert error.total == 0
+
+
+def test_energy_tells_few_directions_and_few_tokens() -> None:
+    x = torch.randn(64, 2) @ torch.randn(2, 16)
+    even, one = torch.ones(64, 3), torch.zeros(64, 3)
+    one[5] = 1
+    found = energy(Recorded(x, {"even": even, "one": one}), (1 / 64, 1 / 8, 1 / 2, 1.0))
+    assert found["x"][1:] == pytest.approx([1, 1, 1])
+    assert found["x"][0] < 0.999
+    assert found["even"] == pytest.approx([1 / 64, 1 / 8, 1 / 2, 1])
+    assert found["one"] == pytest.approx([1, 1, 1, 1])
+
+
+def test_sampling_by_size_has_less_noise_than_an_even_draw_and_no_bias() -> None:
+    size = torch.randn(512, 1).abs() ** 3
+    recorded = Recorded(torch.randn(512, 12), {"q": size * torch.randn(512, 9)})
+    by_size, even = (
+        gradient_errors(recorded, PammConfig(method, 1 / 4), draws=40)["q"]
+        for method in ("sampled", "uniform_crs")
+    )
+    assert by_size.noise < even.noise / 2
+    assert by_size.bias < by_size.noise / 4
 
 
 def test_the_plane_is_that_of_the_largest_variance() -> None:

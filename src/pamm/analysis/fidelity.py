@@ -119,6 +119,23 @@ def gradient_errors(recorded: Recorded, config: PammConfig, draws: int) -> dict[
     return errors
 
 
+@torch.no_grad()
+def energy(recorded: Recorded, shares: Sequence[float]) -> dict[str, list[float]]:
+    """How uneven X and G are: what some of X's directions and some of the tokens have of them.
+
+    Under ``x`` the part of ||X||^2 in as many of its principal directions as each share of n says,
+    under a layer's name that of ||G||^2 in as many of the tokens with the largest gradients.
+    """
+    x = recorded.x
+    parts = {"x": torch.linalg.eigvalsh((x.T @ x).double()).clamp(min=0)}
+    parts |= {name: g.double().square().sum(1) for name, g in recorded.grads.items()}
+    found = {}
+    for name, part in parts.items():
+        along = part.sort(descending=True).values.cumsum(0) / part.sum()
+        found[name] = [float(along[max(1, round(share * len(part))) - 1]) for share in shares]
+    return found
+
+
 class Projection(NamedTuple):
     """Rows of X and what stands for them, in the plane of X's first two principal components."""
 

@@ -92,13 +92,21 @@ def over_tolerance(
 
 
 def methods(rows: Rows, title: str) -> Figure:
-    """Total error of every method over the bytes that it holds, for one projection."""
+    """Total error of every method over the bytes that it holds, for one projection.
+
+    What holds nothing of X has no place on the axis: a line across, for each ratio.
+    """
     figure, axes = new_figure(8, 5)
     for number, name in enumerate(dict.fromkeys(row["method"] for row in rows)):
-        points = sorted((row["held_bytes_per_token"], row["total"]) for row in rows
-                        if row["method"] == name)  # fmt: skip
-        axes.plot(*zip(*points, strict=True), "o-", ms=4, color=COLOURS[(number + 1) % 8],
-                  label=name)  # fmt: skip
+        colour = COLOURS[(number + 1) % len(COLOURS)]
+        of_it = [row for row in rows if row["method"] == name]
+        if all(row["held_bytes_per_token"] < 0.1 for row in of_it):
+            for row, style in zip(of_it, ("-", "--", ":"), strict=False):
+                label = f"{name} {format_ratio(row['ratio'])}: nothing held"
+                axes.axhline(row["total"], color=colour, ls=style, label=label)
+            continue
+        points = sorted((row["held_bytes_per_token"], row["total"]) for row in of_it)
+        axes.plot(*zip(*points, strict=True), "o-", ms=4, color=colour, label=name)
     axes.set_xscale("log")
     axes.set_yscale("log")
     plain_numbers(axes.xaxis)
@@ -107,6 +115,27 @@ def methods(rows: Rows, title: str) -> Figure:
     axes.set_ylabel("relative L2 error (log scale)")
     axes.set_title(title)
     axes.grid(alpha=0.25, which="both")
+    axes.legend(frameon=False)
+    return figure
+
+
+def energy(rows: Rows, title: str) -> Figure:
+    """What a share of X's directions, or of a layer's tokens, has of all."""
+    figure, axes = new_figure(8, 5)
+    for number, row in enumerate(rows):
+        label = "X, in its best directions"
+        if row["part"] != "x":
+            label = f"G of {row['part']}, in its largest tokens"
+        axes.plot(row["shares"], row["energy"], "o-", ms=4, color=COLOURS[number % len(COLOURS)],
+                  label=label)  # fmt: skip
+    axes.set_xscale("log", base=2)
+    ticks = rows[0]["shares"]
+    axes.set_xticks(ticks, [format_ratio(share) for share in ticks])
+    axes.set_xlabel("share of directions, or of tokens (log scale)")
+    axes.set_ylabel("share of the energy")
+    axes.set_ylim(0, 1.02)
+    axes.set_title(title)
+    axes.grid(alpha=0.25)
     axes.legend(frameon=False)
     return figure
 

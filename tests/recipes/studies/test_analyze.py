@@ -15,7 +15,7 @@ from tests.recipes.helpers import config, quiet, text
 
 KINDS = {
     *("pca", "error-ratio", "error-tolerance", "error-methods"),
-    *("coverage", "bound", "density", "complexity"),
+    *("energy", "coverage", "bound", "density", "complexity"),
 }
 
 
@@ -50,6 +50,11 @@ def test_a_checkpoint_on_the_text_of_its_run(checkpoint: Path, tmp_path: Path) -
     for row in made["errors"]:
         assert row["total"] ** 2 == pytest.approx(row["bias"] ** 2 + row["noise"] ** 2, rel=1e-4)
     assert {row["method"] for row in made["methods"]} == set(METHODS) - {"exact", "recompute"}
+
+    assert [row["part"] for row in made["energy"]] == ["x", "q_proj", "k_proj", "v_proj"]
+    for row in made["energy"]:
+        assert row["energy"] == sorted(row["energy"])
+        assert row["energy"][-1] == pytest.approx(1)
 
     coverage = {(row["ratio"], row["tolerance"]): row["coverage"] for row in made["coverage"]}
     for ratio in RATIOS:

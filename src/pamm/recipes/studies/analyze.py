@@ -15,6 +15,7 @@ from pamm.analysis import theory
 from pamm.analysis.fidelity import (
     Recorded,
     as_row,
+    energy,
     find_groups,
     gradient_errors,
     principal_plane,
@@ -33,6 +34,7 @@ NEAR = (0.5, 0.7, 0.8, 0.9, 0.95)  # of Lemma 2, which is for 0 < eps < 1
 DELTA = 0.05
 ANALYSIS = "analysis.json"
 _EXACT = ("exact", "recompute")  # nothing to measure
+_SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)  # of directions and of tokens
 _RATIOS_OF = {"subspace": (1 / 8, 3 / 8), "sampled": (1 / 8, 1 / 4, 1 / 2)}
 _PASS = 4096  # tokens that the model sees at a time
 _LONGEST = 1024
@@ -87,7 +89,10 @@ def analyze(
         "delta": DELTA,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "layers": chosen,
-        **{key: [] for key in ("errors", "methods", "coverage", "bound", "density", "complexity")},
+        **{
+            key: []
+            for key in ("errors", "methods", "energy", "coverage", "bound", "density", "complexity")
+        },
     }
     for number, part in zip(chosen, recorded.values(), strict=True):
         console.print(f"layer {number}: {part.x.shape[0]:,} tokens x {part.x.shape[1]}")
@@ -119,7 +124,9 @@ def _measure(part: Recorded, draws: int) -> dict[str, list[dict[str, Any]]]:
         for name, error in gradient_errors(part, config, draws).items():
             row = as_row(config, tokens, projection=name, held_bytes_per_token=held)
             rows["methods"].append(row | error._asdict())
+    uneven = energy(part, _SHARES)
     return rows | {
+        "energy": [{"part": k, "shares": [*_SHARES], "energy": v} for k, v in uneven.items()],
         "bound": [_bound(part.x, tolerance) for tolerance in NEAR],
         "density": [row for tolerance in NEAR for row in _density(part.x, tolerance)],
         "complexity": [_complexity(part, PammConfig(ratio=ratio)) for ratio in RATIOS],
@@ -220,6 +227,7 @@ def _draw(result: dict[str, Any], planes: dict[int, Any], output: Path) -> list[
                 logarithmic=True,
             ),
             "error-methods": figures.methods(compared, f"Error of {name}'s gradient: {where}"),
+            "energy": figures.energy(rows["energy"], f"How uneven X and G are: {where}"),
             "coverage": figures.over_tolerance(
                 rows["coverage"], "coverage", "coverage: share of rows kept", f"Coverage: {where}"
             ),
