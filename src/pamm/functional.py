@@ -14,6 +14,12 @@ from pamm.stream import Draw, Stream
 from pamm.types import Compressed
 
 
+_MODULES_ALONE = {
+    "subspace": "carries directions from step to step",
+    "sampled": "has the norm in front make X again",
+}
+
+
 @torch.no_grad()
 def compress(
     a: Float[Tensor, "tokens n"], config: PammConfig | None = None, *, stream: Stream | None = None
@@ -108,11 +114,10 @@ def linear(
     """
     if not (weight.requires_grad and torch.is_grad_enabled()):
         return F.linear(x, weight, bias)
-    if config.method in ("subspace", "sampled"):
+    if config.method in _MODULES_ALONE:
         raise PammError(
-            f"method {config.method!r} needs more than a function: directions carried from step to "
-            "step, or the norm that makes x. Convert a model that holds the layer with "
-            "pamm.convert."
+            f"method {config.method!r} {_MODULES_ALONE[config.method]}, which a function cannot. "
+            "Convert a model that holds the layer with pamm.convert."
         )
     method = compressor(config)
     x, weight, bias = cast_like_autocast(x, weight, bias)
