@@ -13,7 +13,6 @@ from pamm.errors import PammError
 from pamm.stream import Draw, Stream
 from pamm.types import Compressed
 
-
 _MODULES_ALONE = {
     "subspace": "carries directions from step to step",
     "sampled": "has the norm in front make X again",
