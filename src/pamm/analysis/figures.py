@@ -115,7 +115,7 @@ def methods(rows: Rows, title: str) -> Figure:
     axes.set_ylabel("relative L2 error (log scale)")
     axes.set_title(title)
     axes.grid(alpha=0.25, which="both")
-    axes.legend(frameon=False)
+    axes.legend(edgecolor="none", framealpha=0.9)
     return figure
 
 
