@@ -91,6 +91,26 @@ def test_what_the_method_gives_is_right_on_the_average() -> None:
         assert abs(float((mean[:, columns] * part).sum() / part.square().sum()) - 1) < 0.03
 
 
+def test_scales_are_those_of_all_rows_though_a_sample_tells_them() -> None:
+    """Sequences of 64 rows with a large first one: as often in the sample as among all."""
+    z = torch.randn(16_384, 8, device=DEVICE)
+    z[::64] *= 30
+    true = z.square().mean(0).sqrt()
+    assert ((subspace.column_rms(z) / true - 1).abs() < 0.5).all()
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_what_the_sample_missed_is_not_lost(backend: str) -> None:
+    z = torch.randn(4096, 96, device=DEVICE)
+    z[:, [3, 70]] = 0
+    z[1, [3, 70]] = 5.0
+    assert subspace.stride(4096, subspace.SAMPLE // 4) > 1
+    codes, size, scale = ops.encode(z, 48, backend)
+    value = ops.decode(codes, size, 48, 96, backend) * scale
+    assert (value[1, [3, 70]] > 0.05).all()
+    assert (value[2:, [3, 70]].abs() < 0.05).all()
+
+
 def test_rounding_is_right_on_the_average_and_fine_where_it_should_be() -> None:
     """For normal numbers, rare tokens that are ten times as large included."""
     z = torch.randn(20_000, 96, device=DEVICE, dtype=torch.float64)

@@ -46,6 +46,8 @@ FIRST, EVERY = 8, 64
 """Q1 is refreshed in each of the first passes, and then in every 64th."""
 SAMPLE = 4096
 """About so many rows of X a refresh looks at, and a quarter of them the scales of the columns."""
+_LEAST = 1e-3
+"""Of the mean scale: what the sample missed is cut off, but not lost."""
 _SHIFT = 1e-6  # of the largest: directions that X does not have stay as they are
 _CHUNK = 1 << 20
 
@@ -112,7 +114,8 @@ def column_rms(z: Float[Tensor, "tokens k"]) -> Float[Tensor, " k"]:
     """Root mean square of each column, over a sample of the rows; in fp32 (fp64 for fp64)."""
     sample = z[:: stride(len(z), SAMPLE // 4)]
     norm = torch.linalg.vector_norm(sample, dim=0, dtype=accumulation_dtype(z.dtype))
-    return norm / max(len(sample), 1) ** 0.5
+    rms = norm / max(len(sample), 1) ** 0.5
+    return torch.maximum(rms, _LEAST * rms.mean())
 
 
 def decode(

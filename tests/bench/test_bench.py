@@ -11,6 +11,8 @@ from pamm.bench.arms import make_arms
 from pamm.bench.model import SIZES, build
 from pamm.bench.op import Shape, bench_op, block
 from pamm.bench.paper import PaperPamm
+from pamm.bench.records import append
+from pamm.bench.report import write_report
 from pamm.bench.timing import interleave
 from pamm.cli import app
 from pamm.config import PammConfig
@@ -133,6 +135,33 @@ def test_sizes_are_those_of_the_paper() -> None:
     assert shapes["7B"] == (4096, 11008, 32, 32)
     parameters = sum(p.numel() for p in build(SIZES["60M"], CPU, torch.float32).parameters())
     assert 5.5e7 < parameters < 6.5e7
+
+
+def test_a_report_compares_arms_of_one_run(tmp_path: Path) -> None:
+    """A later run of two arms leaves the third one's ratio as it was measured."""
+    shape = {
+        "benchmark": "op",
+        "device": "x",
+        "layout": "fused",
+        "tokens": 8,
+        "n": 8,
+        "m": 8,
+        "k": 1,
+    }
+    times = {"forward_ms": 1.0, "backward_ms": 1.0, "held_bytes": 0}
+    runs = (("old", {"exact": 4.0, "paper": 8.0}), ("new", {"exact": 2.0, "pamm": 1.0}))
+    for commit, arms in runs:
+        append(
+            tmp_path / "all.jsonl",
+            [
+                {**shape, **times, "arm": arm, "total_ms": total, "commit": commit}
+                for arm, total in arms.items()
+            ],
+        )
+    write_report(tmp_path, tmp_path / "docs")
+    page = (tmp_path / "docs" / "benchmarks.md").read_text()
+    ratios = {row.split(" | ")[4]: row.split(" | ")[8] for row in page.splitlines() if "x 8" in row}
+    assert ratios == {"exact": "1.000", "pamm": "2.000", "paper": "0.500"}
 
 
 @pytest.mark.parametrize("names", [(), ("fast",), ("exact", "pamm:1/8"), ("subspace:",)])

@@ -24,20 +24,7 @@ from pamm.recipes.pretraining.tokens import prepare
 from pamm.recipes.pretraining.training import train_arm
 from pamm.recipes.settings import Arm
 from pamm.recipes.stop import Stop
-from tests.recipes.helpers import config, lines, quiet
-
-
-class StopAt(Stop):
-    """Asks to stop after a number of steps, as a signal would in the middle of that step."""
-
-    def __init__(self, steps: int) -> None:
-        super().__init__()
-        self.left = steps
-
-    @property
-    def asked(self) -> bool:
-        self.left -= 1
-        return self.left <= 0
+from tests.recipes.helpers import StopAfter, config, lines, quiet
 
 
 def run(folder: Path, made: PretrainConfig, stop: Stop | None = None, arm: int = -1) -> bool:
@@ -58,7 +45,7 @@ def test_an_interrupted_arm_ends_bit_for_bit_where_it_would_have(
     made = config(tmp_path)
     assert run(tmp_path / "straight", made)
     for steps in stops:
-        assert not run(tmp_path / "halting", made, StopAt(steps))
+        assert not run(tmp_path / "halting", made, StopAfter(steps))
         assert not (tmp_path / "halting/pamm-1-16/result.json").exists()
     assert run(tmp_path / "halting", made)
 
@@ -82,7 +69,7 @@ def test_the_last_checkpoint_may_be_left_out(tmp_path: Path) -> None:
 def test_a_kill_loses_what_came_after_the_last_checkpoint_and_nothing_else(tmp_path: Path) -> None:
     made = config(tmp_path)
     assert run(tmp_path / "straight", made)
-    run(tmp_path / "killed", made, StopAt(4))
+    run(tmp_path / "killed", made, StopAfter(4))
     folder = tmp_path / "killed/pamm-1-16"
     # As if step 5 had been done, logged, and its checkpoint half written when the kill came.
     with (folder / "metrics.jsonl").open("a") as file:
