@@ -1,6 +1,7 @@
 """Tokens drawn in backward by the size of their gradients."""
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -45,7 +46,7 @@ def test_shares_of_nothing_are_even() -> None:
 
 @pytest.mark.parametrize("c", [50, 250])
 def test_a_draw_is_right_on_the_average_for_every_token(c: int) -> None:
-    q, times = sampling.shares(uneven(500), c), 2000
+    q, times = sampling.shares(uneven(500), c), 1000
     total = torch.zeros(500, dtype=torch.float64)
     for number in range(times):
         index, weight = sampling.drawn(q, c, torch.tensor([(number + 0.5) / times]))
@@ -179,10 +180,24 @@ class TestThroughConvert:
         assert pamm.revert(model) == 6
         assert repr(model) == plain
 
-    def test_copies_draw_and_recompute_by_themselves(self) -> None:
+    def test_backward_takes_x_from_one_recomputation_and_no_copy_of_it(self) -> None:
         model = Model()
         pamm.convert(model, CONFIG, example=self.X)
-        twin = copy.deepcopy(model)
+        nodes, seen = [model(self.X.clone().requires_grad_()).grad_fn], {}
+        while nodes:
+            node = nodes.pop()
+            if node is not None and node not in seen:
+                seen[node] = node.name()
+                nodes += [each for each, _ in node.next_functions]
+        readers = [node for node, name in seen.items() if name == "CompressedLinearBackward"]
+        assert len(readers) == 6
+        assert len({node.saved_tensors[-1].data_ptr() for node in readers}) == 2  # two blocks
+
+    @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+    def test_copies_draw_and_recompute_by_themselves(self, copied: Any) -> None:
+        model = Model()
+        pamm.convert(model, CONFIG, example=self.X)
+        twin = copied(model)
         pamm.revert(model)
         assert len(groups(twin)) == 2
         assert self.gradients(twin)
