@@ -7,7 +7,7 @@
     pamm::encode       codes of 4 and 2 bits of a matrix, with sizes and scales
     pamm::decode       the matrix they stand for
     pamm::refresh      the directions that a subspace carries, now and then brought up to date
-    pamm::sample       some tokens, drawn by the size of their gradients, and weights
+    pamm::sample       rows of X and G of some tokens, drawn by the size of their gradients
 
 To torch.compile, checkpointing policies and profilers each is one opaque unit. None of them waits
 for the device. All sums are taken in fp32 (fp64 for fp64), also under autocast.
@@ -210,20 +210,19 @@ def _(carried: Tensor, passes: Tensor, x: Tensor, every: int) -> None:
     return None
 
 
-@_op("sample(Tensor g, SymInt c, Tensor offset, str backend) -> (Tensor, Tensor)")
-def sample(g: Tensor, c: int, offset: Tensor, backend: str) -> tuple[Tensor, Tensor]:
-    """``sampling.draw``: c tokens of those with gradients g (tokens, m), and their weights."""
+@_op("sample(Tensor x, Tensor g, SymInt c, Tensor offset, str backend) -> (Tensor, Tensor)")
+def sample(x: Tensor, g: Tensor, c: int, offset: Tensor, backend: str) -> tuple[Tensor, Tensor]:
+    """``sampling.rows`` of X (tokens, n) and G (tokens, m), for c tokens that ``sampling.draw``
+    drew."""
+    twin: Any = sampling
     if _use_triton(g, backend):
-        from pamm.kernels import sample as kernel
-
-        return kernel.draw(g, c, offset)
-    return sampling.draw(g, c, offset)
+        from pamm.kernels import sample as twin
+    return twin.rows(x, g, *twin.draw(g, c, offset))
 
 
 @_fake("sample")
-def _(g: Tensor, c: int, offset: Tensor, backend: str) -> tuple[Tensor, Tensor]:
-    index = g.new_empty(c, dtype=torch.int64)
-    return index, g.new_empty(c, dtype=accumulation_dtype(g.dtype))
+def _(x: Tensor, g: Tensor, c: int, offset: Tensor, backend: str) -> tuple[Tensor, Tensor]:
+    return g.new_empty(c, x.shape[1]), g.new_empty(c, g.shape[1])
 
 
 def no_autocast(tensor: Tensor) -> AbstractContextManager[object]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pamm.types import accumulation_dtype
 
-ROUNDS = 6
+ROUNDS = 4
 FLOOR = 1e-2
 """Of the mean size; what is tiny is drawn more often than its due, lest a rare draw weigh much."""
 TINY = 1e-30
@@ -56,18 +56,22 @@ def drawn(
     units = (q * UNIT).nan_to_num().long()
     along = units.cumsum(0)
     total = along[-1]
-    start = (offset * total).long()
-    at = (torch.arange(c, device=q.device) * total + start) // c
-    index = torch.searchsorted(along, at, right=True).clamp(max=len(q) - 1)
+    # How many are drawn up to each token.
+    upto = (along.double() * (c / total.double()) - offset).nan_to_num().ceil().long()
+    upto = torch.where(along == total, c, upto)
+    index = torch.searchsorted(upto, torch.arange(c, device=q.device), right=True)
     weight = total.to(q.dtype) / c / units[index].to(q.dtype)
     return index, weight + 0 * q.sum()
 
 
-def weight_grad(
+def rows(
     x: Float[Tensor, "tokens n"],
     g: Float[Tensor, "tokens m"],
     index: Int64[Tensor, " c"],
     weight: Float[Tensor, " c"],
-) -> Float[Tensor, "m n"]:
-    """About G.T @ X, from the drawn tokens. The weights go to X, whose rows do not overflow."""
-    return g[index].T @ (x[index] * weight[:, None]).to(g.dtype)
+) -> tuple[Float[Tensor, "c n"], Float[Tensor, "c m"]]:
+    """Of X, times the weights, and of G, both in its dtype: G_c.T @ X_c is about G.T @ X.
+
+    The weights go to X, whose rows do not overflow.
+    """
+    return (x[index] * weight[:, None]).to(g.dtype), g[index]

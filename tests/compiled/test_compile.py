@@ -44,11 +44,9 @@ def test_ops_pass_opcheck(dtype: torch.dtype, tolerance: float | None) -> None:
 
 
 def test_sample_passes_opcheck() -> None:
-    g, offset = (
-        torch.randn(60, 24, device=DEVICE),
-        torch.rand(1, dtype=torch.float64, device=DEVICE),
-    )
-    torch.library.opcheck(torch.ops.pamm.sample.default, (g, 7, offset, "auto"))
+    x, g = torch.randn(60, 16, device=DEVICE), torch.randn(60, 24, device=DEVICE)
+    offset = torch.rand(1, dtype=torch.float64, device=DEVICE)
+    torch.library.opcheck(torch.ops.pamm.sample.default, (x, g, 7, offset, "auto"))
 
 
 def test_refresh_passes_opcheck() -> None:

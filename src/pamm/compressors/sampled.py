@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from pamm import ops, sampling
+from pamm import ops
 from pamm.compressors.protocol import Memoryless, State
 from pamm.config import PammConfig
 from pamm.stream import Draw
@@ -32,8 +32,8 @@ class Sampled(Memoryless):
         with ops.no_autocast(grad):
             if c >= len(grad):
                 return grad.T @ x.to(grad.dtype)
-            index, weight = ops.sample(grad, c, offset, self.config.backend)
-            return sampling.weight_grad(x, grad, index, weight)
+            x_rows, g_rows = ops.sample(x, grad, c, offset, self.config.backend)
+            return g_rows.T @ x_rows
 
     def state_bytes(self, tokens: int, in_features: int, dtype: torch.dtype) -> int:
         """The one number: X itself is made again in backward."""

@@ -1,7 +1,7 @@
-"""Triton twin of ``sampling.draw``: two launches, G read once.
+"""Triton twin of ``sampling.draw`` and ``sampling.rows``: three launches.
 
 The first takes the sizes of the tokens' gradients. The second is one program, which looks for tau,
-walks along the shares and writes down the tokens that a step falls on.
+walks along the shares and writes down the tokens that a step falls on. The third takes their rows.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false
@@ -16,7 +16,7 @@ from pamm.sampling import FLOOR, ROUNDS, TINY, UNIT
 
 _ROWS = 4
 _COLUMNS = 512
-_TOKENS = 4096
+_TOKENS = 8192
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -43,61 +43,88 @@ def _select_kernel(
     ROUNDS: tl.constexpr, FLOOR: tl.constexpr, TINY: tl.constexpr, UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``shares`` and ``drawn``, one program."""
+    """``shares`` and ``drawn``, one program. Sums are taken lane by lane until the end of a pass:
+    nothing waits for all lanes more than once in it."""
     lane = tl.arange(0, BLOCK)
-    total = 0.0
+    sizes = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, tokens, BLOCK):
-        token = start + lane
-        total += tl.sum(tl.load(size_ptr + token, mask=token < tokens, other=0.0), 0)
+        sizes += tl.load(size_ptr + start + lane, mask=start + lane < tokens, other=0.0)
+    total = tl.sum(sizes, 0)
     floor = FLOOR * (total / tokens) + TINY
     tau = (total + floor * tokens) / c
     for _ in range(ROUNDS):
-        rest = 0.0
-        sure = 0
+        rest = tl.zeros((BLOCK,), tl.float32)
+        sure = tl.zeros((BLOCK,), tl.int32)
         for start in range(0, tokens, BLOCK):
-            token = start + lane
-            size = tl.load(size_ptr + token, mask=token < tokens, other=0.0) + floor
-            is_sure = (size > tau) & (token < tokens)
-            sure += tl.sum(is_sure.to(tl.int32), 0)
-            rest += tl.sum(tl.where(is_sure | (token >= tokens), 0.0, size), 0)
-        tau = rest / tl.maximum(c - sure, 1)
+            present = start + lane < tokens
+            size = tl.load(size_ptr + start + lane, mask=present, other=0.0) + floor
+            is_sure = (size > tau) & present
+            sure += is_sure.to(tl.int32)
+            rest += tl.where(is_sure | ~present, 0.0, size)
+        tau = tl.sum(rest, 0) / tl.maximum(c - tl.sum(sure, 0), 1)
 
-    units_all = tl.zeros((), tl.int64)
+    units = tl.zeros((BLOCK,), tl.int64)
     for start in range(0, tokens, BLOCK):
-        units_all += tl.sum(_units(size_ptr, start + lane, tokens, floor, tau, UNIT), 0)
-    begin = (tl.load(offset_ptr) * units_all.to(tl.float64)).to(tl.int64)
-    step = units_all.to(tl.float32) / c
-    units_all = tl.maximum(units_all, 1)
-    along = tl.zeros((), tl.int64)
+        units += _units(size_ptr, start + lane, tokens, floor, tau, UNIT)
+    all_units = tl.sum(units, 0)
+    draws_a_unit = c.to(tl.float64) / all_units.to(tl.float64)
+    offset = tl.load(offset_ptr)
+    # Where gradients are not finite all draws are of the first token, and the weights tell.
+    step = tl.where(tau < 3e38, all_units.to(tl.float32) / c, float("nan"))
+    before = tl.zeros((), tl.int64)
     for start in range(0, tokens, BLOCK):
         token = start + lane
         units = _units(size_ptr, token, tokens, floor, tau, UNIT)
-        high = along + tl.cumsum(units, 0)
-        # Draws s with high - units <= (s * all + begin) // c < high.
-        first = _ceil_div((high - units) * c - begin, units_all)
-        count = _ceil_div(high * c - begin, units_all) - first
+        along = before + tl.cumsum(units, 0)
+        first = _draws(along - units, all_units, draws_a_unit, offset, c)
+        count = _draws(along, all_units, draws_a_unit, offset, c) - first
         weight = tl.div_rn(step, tl.maximum(units, 1).to(tl.float32))
         for ahead in range(0, tl.max(count, 0)):
-            slot = first + ahead
-            mask = (ahead < count) & (slot < c)
-            tl.store(index_ptr + slot, token.to(tl.int64), mask=mask)
-            tl.store(weight_ptr + slot, weight, mask=mask)
-        along += tl.sum(units, 0)
+            tl.store(index_ptr + first + ahead, token.to(tl.int64), mask=ahead < count)
+            tl.store(weight_ptr + first + ahead, weight, mask=ahead < count)
+        before += tl.sum(units, 0)
 
 
 @triton.jit
 def _units(size_ptr, token, tokens, floor, tau, UNIT: tl.constexpr):
-    """The share of each token; none where sizes are not finite."""
+    """The share of each token; all to the first one where sizes are not finite."""
     size = tl.load(size_ptr + token, mask=token < tokens, other=0.0) + floor
     size = tl.where(tau < 3e38, tl.where(token < tokens, size, 0.0), 0.0)  # NaN is not less
     share = tl.minimum(tl.div_rn(size, tl.where(tau < 3e38, tau, 1.0)), 1.0)
-    return (share * UNIT).to(tl.int64)
+    units = (share * UNIT).to(tl.int64)
+    return tl.where(tau < 3e38, units, (token == 0).to(tl.int64))
 
 
 @triton.jit
-def _ceil_div(a, b):
-    """For a above -b and b above 0."""
-    return (a + b - 1) // b
+def _draws(along, all_units, draws_a_unit, offset, c):
+    """How many are drawn up to here."""
+    draws = tl.ceil(along.to(tl.float64) * draws_a_unit - offset).to(tl.int64)
+    return tl.where(along == all_units, c, draws)
+
+
+@triton.jit(do_not_specialize=["c"])
+def _rows_kernel(
+    x_ptr, g_ptr, index_ptr, weight_ptr, x_rows_ptr, g_rows_ptr, c, n, m,
+    x_row, x_col, g_row, g_col, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """``sampling.rows``, some of them."""
+    slot = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    present = slot < c
+    token = tl.load(index_ptr + slot, mask=present, other=0)
+    weight = tl.load(weight_ptr + slot, mask=present, other=0.0)
+    for start in range(0, n, BLOCK):
+        column = start + tl.arange(0, BLOCK).to(tl.int64)
+        mask = present[:, None] & (column < n)[None, :]
+        at = x_ptr + token[:, None] * x_row + column[None, :] * x_col
+        value = tl.load(at, mask=mask, other=0.0).to(tl.float32) * weight[:, None]
+        at = x_rows_ptr + slot[:, None] * n + column[None, :]
+        tl.store(at, value.to(x_rows_ptr.dtype.element_ty), mask=mask)
+    for start in range(0, m, BLOCK):
+        column = start + tl.arange(0, BLOCK).to(tl.int64)
+        mask = present[:, None] & (column < m)[None, :]
+        at = g_ptr + token[:, None] * g_row + column[None, :] * g_col
+        value = tl.load(at, mask=mask, other=0.0)
+        tl.store(g_rows_ptr + slot[:, None] * m + column[None, :], value, mask=mask)
 
 
 def draw(g: Tensor, c: int, offset: Tensor) -> tuple[Tensor, Tensor]:
@@ -107,11 +134,22 @@ def draw(g: Tensor, c: int, offset: Tensor) -> tuple[Tensor, Tensor]:
     _size_kernel[(ceil_div(tokens, _ROWS),)](
         g, size, tokens, m, g.stride(0), g.stride(1), ROWS=_ROWS, BLOCK=_COLUMNS
     )
-    # Where gradients are not finite no token is drawn, and the weights tell.
-    index = torch.zeros(c, dtype=torch.int64, device=g.device)
-    weight = torch.full((c,), float("nan"), dtype=torch.float32, device=g.device)
+    index = torch.empty(c, dtype=torch.int64, device=g.device)
+    weight = torch.empty(c, dtype=torch.float32, device=g.device)
     _select_kernel[(1,)](
         size, offset, index, weight, tokens, c,
-        ROUNDS=ROUNDS, FLOOR=FLOOR, TINY=TINY, UNIT=UNIT, BLOCK=_TOKENS, num_warps=16,
+        ROUNDS=ROUNDS, FLOOR=FLOOR, TINY=TINY, UNIT=UNIT, BLOCK=_TOKENS, num_warps=32,
+        enable_fp_fusion=False,
     )  # fmt: skip
     return index, weight
+
+
+def rows(x: Tensor, g: Tensor, index: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The twin of ``sampling.rows``."""
+    (c,), n, m = index.shape, x.shape[1], g.shape[1]
+    x_rows, g_rows = g.new_empty(c, n), g.new_empty(c, m)
+    _rows_kernel[(ceil_div(c, _ROWS),)](
+        x, g, index, weight, x_rows, g_rows, c, n, m, *x.stride(), *g.stride(),
+        ROWS=_ROWS, BLOCK=_COLUMNS,
+    )  # fmt: skip
+    return x_rows, g_rows
