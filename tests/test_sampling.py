@@ -61,6 +61,7 @@ def test_a_draw_is_right_on_the_average_for_every_token(c: int) -> None:
 
 def test_the_mean_of_many_gradients_is_the_exact_one_and_noise_is_least_by_size() -> None:
     x, g = torch.randn(512, 12), torch.randn(512, 7) * uneven(512)[:, None].float()
+    x, g = x.to(DEVICE), g.to(DEVICE)
     exact, times = g.T @ x, 400
     offsets = (torch.arange(times)[:, None] + torch.rand(times, 1)) / times
     made = [sampled(x, g, 128, offset) for offset in offsets]

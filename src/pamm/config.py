@@ -64,6 +64,9 @@ class PammConfig:
             raise PammError(f"backend is {self.backend!r}; choose one of {', '.join(BACKENDS)}.")
         ratio = DEFAULT_RATIO.get(self.method, 1 / 512) if self.ratio is None else self.ratio
         object.__setattr__(self, "ratio", _ratio(ratio))
+        # As text: a number that differs between two models torch.compile may turn into a symbol.
+        share = Fraction(self.ratio).limit_denominator(1 << 20)  # type: ignore[arg-type]
+        object.__setattr__(self, "_share", f"{share.numerator}/{share.denominator}")
         object.__setattr__(self, "tolerance", _tolerance(self.tolerance))
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
             raise PammError(f"seed is {self.seed!r}; give a whole number, 0 or above.")
@@ -75,8 +78,8 @@ class PammConfig:
 
     def generators(self, tokens: int) -> int:
         """k = min(b, max(1, ceil(r b))), in integer arithmetic so that 0.1 * 30 is 3 and not 4."""
-        share = Fraction(self.ratio).limit_denominator(1 << 20)
-        return min(tokens, max(1, -(-tokens * share.numerator // share.denominator)))
+        above, below = self._share.split("/")  # type: ignore[attr-defined]
+        return min(tokens, max(1, -(-tokens * int(above) // int(below))))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON or YAML."""

@@ -4,6 +4,7 @@
     pamm::draw_next    the same, after moving the position on
     pamm::compress     C, f, alpha, beta of X and k row numbers: deterministic
     pamm::weight_grad  (beta C.T @ B~).T: deterministic
+    pamm::project      X on the directions of a subspace, and those
     pamm::encode       codes of 4 and 2 bits of a matrix, with sizes and scales
     pamm::decode       the matrix they stand for
     pamm::refresh      the directions that a subspace carries, now and then brought up to date
@@ -150,6 +151,23 @@ def _(b: Tensor, c: Tensor, f: Tensor, alpha: Tensor, beta: Tensor, backend: str
 def weight_grad(compressed: Compressed, b: Tensor, backend: str = "auto") -> Tensor:
     """(beta C.T @ B~).T (m, n), about (A.T @ B).T: ``reference.approx_matmul``, transposed."""
     return _weight_grad(b, *compressed, backend)
+
+
+@_op("project(Tensor x, Tensor carried, Tensor drawn) -> (Tensor, Tensor)")
+def project(x: Tensor, carried: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
+    """X Q (tokens, k) and Q (n, k) of ``subspace.basis``, in X's dtype.
+
+    One op, since torch.compile (2.11, on a GPU) gave its own Q another dtype than it had said.
+    """
+    with no_autocast(x):
+        basis = subspace.basis(carried.to(x.dtype), drawn)
+        return x @ basis, basis
+
+
+@_fake("project")
+def _(x: Tensor, carried: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
+    k = carried.shape[1] + drawn.shape[0]
+    return x.new_empty(x.shape[0], k), x.new_empty(x.shape[1], k)
 
 
 @_op("encode(Tensor z, SymInt fine, str backend) -> (Tensor, Tensor, Tensor)")

@@ -49,6 +49,12 @@ def test_sample_passes_opcheck() -> None:
     torch.library.opcheck(torch.ops.pamm.sample.default, (x, g, 7, offset, "auto"))
 
 
+def test_project_passes_opcheck() -> None:
+    x, carried = torch.randn(60, 24, device=DEVICE).bfloat16(), torch.eye(24, 6, device=DEVICE)
+    drawn = torch.randperm(24, device=DEVICE)[:3]
+    torch.library.opcheck(torch.ops.pamm.project.default, (x, carried, drawn))
+
+
 def test_refresh_passes_opcheck() -> None:
     """Its mutations are declared; its count is read, so it cannot be traced with symbols."""
     carried, x = torch.eye(24, 7, device=DEVICE), torch.randn(60, 24, device=DEVICE)
@@ -78,7 +84,8 @@ def compressions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def converted(config: pamm.PammConfig = CONFIG, width: int = 16) -> Model:
     torch.manual_seed(0)
     model = Model(width).to(DEVICE)
-    pamm.convert(model, config)
+    example = torch.randn(2, 20, width, device=DEVICE) if config.recomputes else None
+    pamm.convert(model, config, example=example)
     return model
 
 
@@ -119,7 +126,7 @@ def test_no_recompilation_over_ten_steps_and_one_for_a_changed_length(method: st
     assert counter.frame_count == 2
 
 
-@pytest.mark.parametrize("method", ["pamm", "subspace", "uniform_crs", "compact"])
+@pytest.mark.parametrize("method", ["pamm", "subspace", "uniform_crs", "compact", "sampled"])
 def test_models_of_several_ratios_compile_in_one_process(method: str) -> None:
     """Once a number has changed, the compiler makes a symbol of it."""
     for ratio in (1 / 8, 1 / 2, 3 / 8):

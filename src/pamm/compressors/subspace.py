@@ -52,9 +52,8 @@ class Subspace:
         fine = carried // 2
         fresh = max(1, fine)
         drawn = draw(n, fresh, x.device)
-        with ops.no_autocast(x):
-            basis = subspace.basis(self.axes.to(x.dtype), drawn)
-            codes, size, scale = ops.encode(x @ basis, fine, self.config.backend)
+        z, basis = ops.project(x, self.axes, drawn)
+        codes, size, scale = ops.encode(z, fine, self.config.backend)
         scale[carried:] *= n / fresh
         return codes, size, scale, basis
 

@@ -1,7 +1,7 @@
 """Triton twin of ``sampling.draw`` and ``sampling.rows``: three launches.
 
-The first takes the sizes of the tokens' gradients. The second is one program, which looks for tau,
-walks along the shares and writes down the tokens that a step falls on. The third takes their rows.
+The first takes the sizes of the tokens' gradients. The second looks for tau, walks
+along the shares and writes down the tokens that a step falls on. The third takes their rows.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false
@@ -17,6 +17,7 @@ from pamm.sampling import FLOOR, ROUNDS, TINY, UNIT
 _ROWS = 4
 _COLUMNS = 512
 _TOKENS = 8192
+_OWN = 2048
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -41,10 +42,11 @@ def _size_kernel(
 def _select_kernel(
     size_ptr, offset_ptr, index_ptr, weight_ptr, tokens, c,
     ROUNDS: tl.constexpr, FLOOR: tl.constexpr, TINY: tl.constexpr, UNIT: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, OWN: tl.constexpr,
 ):  # fmt: skip
-    """``shares`` and ``drawn``, one program. Sums are taken lane by lane until the end of a pass:
-    nothing waits for all lanes more than once in it."""
+    """``shares`` and ``drawn``. Every program finds tau for itself, which takes less time than to
+    wait for another's, and writes down the draws of its own tokens. Sums are taken lane by lane
+    until the end of a pass: nothing waits for all lanes more than once in it."""
     lane = tl.arange(0, BLOCK)
     sizes = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, tokens, BLOCK):
@@ -63,26 +65,27 @@ def _select_kernel(
             rest += tl.where(is_sure | ~present, 0.0, size)
         tau = tl.sum(rest, 0) / tl.maximum(c - tl.sum(sure, 0), 1)
 
+    own = tl.program_id(0) * OWN
     units = tl.zeros((BLOCK,), tl.int64)
+    units_before = tl.zeros((BLOCK,), tl.int64)
     for start in range(0, tokens, BLOCK):
-        units += _units(size_ptr, start + lane, tokens, floor, tau, UNIT)
+        here = _units(size_ptr, start + lane, tokens, floor, tau, UNIT)
+        units += here
+        units_before += tl.where(start + lane < own, here, 0)
     all_units = tl.sum(units, 0)
     draws_a_unit = c.to(tl.float64) / all_units.to(tl.float64)
     offset = tl.load(offset_ptr)
     # Where gradients are not finite all draws are of the first token, and the weights tell.
     step = tl.where(tau < 3e38, all_units.to(tl.float32) / c, float("nan"))
-    before = tl.zeros((), tl.int64)
-    for start in range(0, tokens, BLOCK):
-        token = start + lane
-        units = _units(size_ptr, token, tokens, floor, tau, UNIT)
-        along = before + tl.cumsum(units, 0)
-        first = _draws(along - units, all_units, draws_a_unit, offset, c)
-        count = _draws(along, all_units, draws_a_unit, offset, c) - first
-        weight = tl.div_rn(step, tl.maximum(units, 1).to(tl.float32))
-        for ahead in range(0, tl.max(count, 0)):
-            tl.store(index_ptr + first + ahead, token.to(tl.int64), mask=ahead < count)
-            tl.store(weight_ptr + first + ahead, weight, mask=ahead < count)
-        before += tl.sum(units, 0)
+    token = own + tl.arange(0, OWN)
+    here = _units(size_ptr, token, tokens, floor, tau, UNIT)
+    along = tl.sum(units_before, 0) + tl.cumsum(here, 0)
+    first = _draws(along - here, all_units, draws_a_unit, offset, c)
+    count = _draws(along, all_units, draws_a_unit, offset, c) - first
+    weight = tl.div_rn(step, tl.maximum(here, 1).to(tl.float32))
+    for ahead in range(0, tl.max(count, 0)):
+        tl.store(index_ptr + first + ahead, token.to(tl.int64), mask=ahead < count)
+        tl.store(weight_ptr + first + ahead, weight, mask=ahead < count)
 
 
 @triton.jit
@@ -136,10 +139,10 @@ def draw(g: Tensor, c: int, offset: Tensor) -> tuple[Tensor, Tensor]:
     )
     index = torch.empty(c, dtype=torch.int64, device=g.device)
     weight = torch.empty(c, dtype=torch.float32, device=g.device)
-    _select_kernel[(1,)](
+    _select_kernel[(ceil_div(tokens, _OWN),)](
         size, offset, index, weight, tokens, c,
-        ROUNDS=ROUNDS, FLOOR=FLOOR, TINY=TINY, UNIT=UNIT, BLOCK=_TOKENS, num_warps=32,
-        enable_fp_fusion=False,
+        ROUNDS=ROUNDS, FLOOR=FLOOR, TINY=TINY, UNIT=UNIT, BLOCK=_TOKENS, OWN=_OWN,
+        num_warps=32, enable_fp_fusion=False,
     )  # fmt: skip
     return index, weight
 
