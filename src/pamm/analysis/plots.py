@@ -83,15 +83,17 @@ def speed_bars(speeds: Mapping[str, Mapping[str, float]]) -> Figure:
         speeds: for each case, each arm's speed over that of exact training.
     """
     arms = list(dict.fromkeys(arm for case in speeds.values() for arm in case))
-    figure, axes = new_figure(max(6, 1.2 + 1.1 * len(speeds)), 4.5)
-    width = 0.8 / max(len(arms), 1)
+    most = max((len(case) for case in speeds.values()), default=1)
+    figure, axes = new_figure(max(6, 1.2 + 0.23 * most * len(speeds)), 4.5)
+    width = 0.9 / max(most, 1)
     palette = colours(["exact", *arms])
-    for number, arm in enumerate(arms):
-        places = [place for place, case in enumerate(speeds.values()) if arm in case]
-        values = [100 * (case[arm] - 1) for case in speeds.values() if arm in case]
-        left = [place + width * (number - (len(arms) - 1) / 2) for place in places]
+    for arm in arms:
+        cases = [(place, case) for place, case in enumerate(speeds.values()) if arm in case]
+        values = [100 * (case[arm] - 1) for _, case in cases]
+        # Around the tick, without gaps for arms that were not measured there.
+        left = [place + width * ([*case].index(arm) - (len(case) - 1) / 2) for place, case in cases]
         bars = axes.bar(left, values, width, color=palette[arm], label=arm)
-        axes.bar_label(bars, [f"{value:+.1f}" for value in values], padding=2, fontsize=8)
+        axes.bar_label(bars, [f"{value:+.1f}" for value in values], padding=2, fontsize=7)
     axes.axhline(0, color="black", lw=1)
     axes.set_xticks(range(len(speeds)), list(speeds))
     axes.set_ylabel("tokens/s against exact training (%)")
