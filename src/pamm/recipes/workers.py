@@ -21,6 +21,7 @@ from pamm.recipes.files import FAILED, lock, write_text
 from pamm.recipes.stop import Stop
 
 _PAUSE_S = 2.0  # between looks at what the others do
+_SHARING = "PAMM_WORKERS_ON_DEVICE"
 
 
 class Job(Protocol):
@@ -99,6 +100,11 @@ def _devices(workers: int | None) -> list[str | None]:
     return [gpus[number % len(gpus)] if gpus else None for number in range(wanted)]
 
 
+def sharing() -> int:
+    """How many workers take turns on this one's device; 1 outside of ``work``."""
+    return int(os.environ.get(_SHARING, "1"))
+
+
 def work(module: str, folder: Path, wanted: int | None) -> None:
     """Start workers, ``python -m MODULE FOLDER``, one for each GPU by default; wait for them."""
     devices = _devices(wanted)
@@ -106,7 +112,9 @@ def work(module: str, folder: Path, wanted: int | None) -> None:
     workers = [
         subprocess.Popen(
             [sys.executable, "-m", module, str(folder)],
-            env=environment | ({} if device is None else {"CUDA_VISIBLE_DEVICES": device}),
+            env=environment
+            | {_SHARING: str(devices.count(device))}
+            | ({} if device is None else {"CUDA_VISIBLE_DEVICES": device}),
             process_group=0,  # Ctrl-C reaches this process alone, and is passed on once
         )
         for device in devices

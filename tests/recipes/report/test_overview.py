@@ -99,6 +99,14 @@ def test_speeds_of_the_same_size_are_side_by_side(base: Outcome) -> None:
     assert (row["change"], row["paper: change"]) == ("+10.0%", "")
 
 
+def test_speeds_of_trainings_that_shared_a_device_are_not_told(base: Outcome) -> None:
+    shared = dataclasses.replace(base, tokens_per_second=None)
+    pamm = variant(shared, "pamm", 1.0, ratio=1 / 512)
+    assert not tables.throughput_table([shared, pamm]).rows
+    assert cells(tables.results_table([shared, pamm]))["pamm"]["tokens/s"] == ""
+    assert "s time" not in pictures("s", [shared, pamm], {})
+
+
 def test_scaling_is_against_one_device_with_the_same_pass(base: Outcome) -> None:
     two = variant(base, "exact", 1.0, method="exact", processes=2, tokens_per_second=1800.0)
     four = variant(two, "exact", 1.0, method="exact", processes=4, run={"fsdp": True})
@@ -133,7 +141,7 @@ def test_a_training_curve_is_of_means(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_two_sources_of_one_name_stay_apart(base: Outcome) -> None:
-    found = Found([], {}, {}, {})
+    found = Found([], {}, {}, {}, {})
     assert [found.add([base]) for _ in range(3)] == ["study", "study (2)", "study (3)"]
     assert list(tables.by_source(found.outcomes)) == ["study", "study (2)", "study (3)"]
 

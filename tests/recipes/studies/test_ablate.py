@@ -114,7 +114,17 @@ def test_a_study_is_stopped_gone_on_with_by_several_workers_and_reported(tmp_pat
         assert f"({name}.png)" in markdown
         assert (tmp_path / f"docs/{name}.png").stat().st_size > 5000
     assert "http" not in html, "the page needs no other file"
-    assert len(collect([folder]).outcomes) == 3
+    assert "Not finished" not in markdown
+    outcomes = {each.name: each for each in collect([folder]).outcomes}
+    assert len(outcomes) == 3
+    assert outcomes["compact"].tokens_per_second is None, "two workers took turns"
+
+    next(folder.glob("runs/exact/lr-*_seed-0/result.json")).unlink()
+    found = collect([folder])
+    assert len(found.outcomes) == 2
+    assert list(found.left.values()) == [1]
+    page = CliRunner().invoke(app, ["report", str(folder), "--output", str(tmp_path / "docs")])
+    assert "Not finished: 1 training" in (tmp_path / "docs/results.md").read_text()
 
 
 def test_a_run_that_fails_is_told_and_tried_again(

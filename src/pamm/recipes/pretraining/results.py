@@ -40,6 +40,8 @@ class ArmResult:
         device: name.
         device_type: ``cuda`` or ``cpu``.
         versions: of pamm and what it ran on.
+        sharing: trainings that took turns on the device: its speed counts only where it is 1.
+            ``None`` if not known.
     """
 
     name: str
@@ -63,6 +65,7 @@ class ArmResult:
     device: str
     device_type: str
     versions: dict[str, str]
+    sharing: int | None = None
 
 
 def perplexity(loss: float) -> float:

@@ -36,6 +36,7 @@ from pamm.recipes.pretraining.tokens import Blocks, Tokens
 from pamm.recipes.ranks import processes, rank
 from pamm.recipes.settings import Arm
 from pamm.recipes.stop import Stop
+from pamm.recipes.workers import sharing
 
 _UNTIMED_STEPS = 5  # the first ones allocate and warm up
 
@@ -250,6 +251,7 @@ def _result(
             "transformers": transformers.__version__,
             "python": platform.python_version(),
         },
+        sharing=sharing(),
     )
 
 

@@ -16,7 +16,7 @@ from pamm.recipes.finetuning.vlm.settings import VlmConfig
 from pamm.recipes.pretraining.pretrain import CONFIG
 from pamm.recipes.pretraining.results import read_metrics, read_results
 from pamm.recipes.pretraining.settings import PretrainConfig
-from pamm.recipes.studies.ablate import RESULTS, STUDY
+from pamm.recipes.studies.ablate import STUDY
 from pamm.recipes.studies.analyze import ANALYSIS, read_analysis
 from pamm.recipes.studies.study import Study
 
@@ -41,7 +41,8 @@ class Outcome:
     seeds: int
     perplexity: float | None
     spread: float | None
-    tokens_per_second: float
+    tokens_per_second: float | None
+    """``None`` if other trainings took turns on the device, or may have."""
     held_bytes: int
     paper_bytes: int | None
     device: str
@@ -85,6 +86,8 @@ class Found:
     outcomes: list[Outcome]
     tuning: dict[str, Tuning]
     """Of every study."""
+    left: dict[str, int]
+    """Of every study: trainings that could begin now."""
     finetunings: dict[str, Finetuning]
     analyses: dict[str, tuple[Path, dict[str, Any]]]
 
@@ -109,7 +112,7 @@ def collect(folders: list[Path]) -> Found:
     Raises:
         PammError: if a folder does not exist, or there is nothing in any of them.
     """
-    found = Found([], {}, {}, {})
+    found = Found([], {}, {}, {}, {})
     for folder in folders:
         if not folder.is_dir():
             raise PammError(f"no such folder: {folder}.")
@@ -117,9 +120,11 @@ def collect(folders: list[Path]) -> Found:
             if any(path.parent.glob(f"*/{RESULT}")):
                 found.add(_run(path.parent))
         for path in sorted(folder.rglob(STUDY)):
-            if (path.parent / RESULTS).exists():
-                outcomes, tuning = _study(path.parent)
-                found.tuning[found.add(outcomes)] = tuning
+            study = Study.load(path)
+            if outcomes := _outcomes(study, path.parent):
+                name = found.add(outcomes)
+                found.tuning[name] = _tuning(study, path.parent)
+                found.left[name] = len(study.to_do(path.parent))
         for path in sorted(folder.rglob(ROWS)):
             if (path.parent / CONFIG).exists():
                 study = _finetuning(path.parent)
@@ -159,7 +164,7 @@ def _run(folder: Path) -> list[Outcome]:
             seeds=1,
             perplexity=result.perplexity,
             spread=None,
-            tokens_per_second=result.tokens_per_second,
+            tokens_per_second=result.tokens_per_second if result.sharing == 1 else None,
             held_bytes=result.held_bytes,
             paper_bytes=result.paper_bytes,
             device=result.device,
@@ -173,8 +178,9 @@ def _run(folder: Path) -> list[Outcome]:
     ]
 
 
-def _study(folder: Path) -> tuple[list[Outcome], Tuning]:
-    study, outcomes = Study.load(folder / STUDY), []
+def _outcomes(study: Study, folder: Path) -> list[Outcome]:
+    """Of the cells of which one final training at least is finished."""
+    outcomes = []
     for row in study.summary(folder):
         runs = study.final(folder, row["cell"])
         metrics = [read_json_lines(run.folder / METRICS) for run in runs if run.result]
@@ -186,18 +192,23 @@ def _study(folder: Path) -> tuple[list[Outcome], Tuning]:
             tuned=len(study.lrs) > 1,
             at_edge=row["lr_at_edge"],
             processes=1,
+            tokens_per_second=row["tokens_per_second"] if row["sharing"] == 1 else None,
             curve=_mean(map(_curve, metrics)),
             training=_mean(map(_training, metrics)),
             **{
                 key: row[key]
                 for key in (
-                    *("lr", "lr_factor", "seeds", "perplexity", "spread", "tokens_per_second"),
+                    *("lr", "lr_factor", "seeds", "perplexity", "spread"),
                     *("held_bytes", "paper_bytes", "device"),
                 )
             },
         )
         outcomes.append(outcome)
-    return outcomes, {
+    return outcomes
+
+
+def _tuning(study: Study, folder: Path) -> Tuning:
+    return {
         cell: [(run.config.lr, run.loss) for run in study.tuning(folder, cell) if run.result]
         for cell in study.cells
     }

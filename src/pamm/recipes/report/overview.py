@@ -84,8 +84,8 @@ def _sections(found: Found) -> list[Section]:
         tables = (throughput_table, scaling_table, missing_table)
         made = [table(found.outcomes) for table in tables]
         notes = [
-            "Tokens per second of whole training steps in the recipe, validation left out. "
-            "pamm bench measures speed by itself."
+            "Tokens per second of whole training steps in the recipe, validation left out; left "
+            "empty where several trainings shared a GPU. pamm bench measures speed by itself."
         ]
         sections.append(Section("Throughput, and what was not run", notes, made))
     for name, study in found.finetunings.items():
@@ -128,6 +128,11 @@ def _source(source: str, outcomes: list[Outcome], found: Found) -> Section:
             )
         ],
     )
+    if left := found.left.get(source):
+        section.text.append(
+            f"Not finished: {left} training(s) of this study can begin, and others may follow. "
+            "A row is of the seeds it says."
+        )
     shapes = is_shape_study(outcomes)
     section.tables.append(shape_table(outcomes) if shapes else results_table(outcomes))
     section.pictures = pictures(source, outcomes, found.tuning.get(source, {}))

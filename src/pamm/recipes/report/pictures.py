@@ -73,7 +73,7 @@ def _curves(source: str, outcomes: list[Outcome]) -> dict[str, Figure]:
             for step, value in each.curve
         ]
         for each in outcomes
-        if each.curve
+        if each.curve and each.tokens_per_second
     }
     made = {}
     if validation:

@@ -51,7 +51,7 @@ def results_table(outcomes: list[Outcome]) -> Table:
                 "" if outcome.paper_bytes is None else format_bytes(outcome.paper_bytes),
                 f"{row['memory_mb']:g} MiB" if "memory_mb" in row else "",
                 format_bytes(outcome.held_bytes),
-                f"{outcome.tokens_per_second:,.0f}",
+                _speed(outcome.tokens_per_second),
                 _rate(outcome),
                 str(outcome.seeds),
             ]
@@ -110,11 +110,13 @@ def throughput_table(outcomes: list[Outcome]) -> Table:
             continue
         theirs = sizes.get(exact.size)
         speeds = (exact.tokens_per_second, pamm.tokens_per_second)
+        if None in speeds:
+            continue
         rows.append(
             [
                 f"{exact.size} ({source})",
                 exact.device,
-                *(f"{speed:,.0f}" for speed in speeds),
+                *map(_speed, speeds),
                 _change(speeds[1], speeds[0]),
                 *(f"{speed:,}" for speed in theirs or ()),
                 *([] if theirs is None else [_change(theirs[1], theirs[0])]),
@@ -146,8 +148,8 @@ def scaling_table(outcomes: list[Outcome]) -> Table:
                 f"{outcome.processes} x {outcome.device}",
                 "FSDP2" if outcome.config.fsdp else "DDP",
                 f"{outcome.config.tokens_per_pass:,}",
-                f"{speed:,.0f}",
-                "" if one is None else f"{speed / one / outcome.processes:.1%}",
+                _speed(speed),
+                "" if one is None or speed is None else f"{speed / one / outcome.processes:.1%}",
             ]
         )
     columns = [
@@ -214,6 +216,10 @@ def _rate(outcome: Outcome) -> str:
     if outcome.lr_factor != 1:
         text += f", q/k/v x {outcome.lr_factor:g}"
     return text + (" (edge)" if outcome.at_edge else "")
+
+
+def _speed(value: float | None) -> str:
+    return "" if value is None else f"{value:,.0f}"
 
 
 def _change(value: float | None, base: float | None, is_base: bool = False) -> str:

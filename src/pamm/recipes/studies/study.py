@@ -232,6 +232,7 @@ class Study:
                 "perplexity": statistics.mean(values) if values else None,
                 "spread": statistics.stdev(values) if len(values) > 1 else None,
                 "tokens_per_second": statistics.median(r.tokens_per_second for r in done),
+                "sharing": max((r.sharing for r in done), key=lambda n: n or math.inf),
                 "held_bytes": first.held_bytes,
                 "predicted_bytes": first.predicted_bytes,
                 "paper_bytes": first.paper_bytes,
