@@ -85,6 +85,7 @@ def test_the_model_can_be_a_file(tmp_path: Path) -> None:
         ({"lr": float("inf")}, ["lr is inf"]),
         ({"lr_factor": -1}, ["lr_factor is -1"]),
         ({"weight_decay": -0.1}, ["weight_decay is -0.1", "0 or above"]),
+        ({"beta2": 1}, ["beta2 is 1.0", "below 1"]),
         ({"seed": -1}, ["seed is -1", "0 or above"]),
         ({"tokenizer": 3}, ["tokenizer is 3"]),
         ({"model": 3}, ["model is 3", "LlamaConfig"]),

@@ -39,6 +39,7 @@ class PretrainConfig:
         lr: peak learning rate of AdamW.
         lr_factor: of the weights trained by PAMM (``pamm.param_groups``).
         weight_decay: of matrices.
+        beta2: of AdamW, how much of its mean of squares stays at a step; 0.95 bears larger rates.
         max_grad_norm: gradients are scaled down to this norm.
         precision: ``"bf16"`` (autocast; weights in fp32), ``"fp32"``, or ``"auto"``: bf16 on CUDA.
         attention: ``"sdpa"``, ``"eager"``, or ``"flash_attention_2"`` where that is installed.
@@ -68,6 +69,7 @@ class PretrainConfig:
     global_batch: int | None = None
     lr_factor: float = 1.0
     weight_decay: float = 0.0
+    beta2: float = 0.999
     max_grad_norm: float = 1.0
     precision: str = "auto"
     attention: str = "sdpa"
@@ -116,6 +118,9 @@ class PretrainConfig:
         object.__setattr__(self, "weight_decay", number(self.weight_decay))
         if not 0 <= self.weight_decay < math.inf:
             raise PammError(f"weight_decay is {self.weight_decay!r}; give a number, 0 or above.")
+        object.__setattr__(self, "beta2", number(self.beta2))
+        if not 0 <= self.beta2 < 1:
+            raise PammError(f"beta2 is {self.beta2!r}; give a number from 0 to below 1.")
         for key in ("text", "validation"):
             object.__setattr__(self, key, _paths(key, getattr(self, key)))
         if not self.text:

@@ -51,14 +51,15 @@ class ArmTrainer(Trainer):
         super().__init__(*args, **kwargs)
         self._loss, self._loss_of = torch.zeros(()), -1
         self._rates = {"lr": config.lr_of(arm), "lr_factor": config.lr_factor_of(arm)}
-        self._weight_decay = config.weight_decay
+        self._weight_decay, self._betas = config.weight_decay, (0.9, config.beta2)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """AdamW; the schedule scales the rates of all groups alike."""
         if self.optimizer is None:
             chosen: Any = self.model if model is None else model
             groups = pamm.param_groups(chosen, **self._rates, weight_decay=self._weight_decay)
-            self.optimizer = torch.optim.AdamW(groups, fused=self.args.device.type == "cuda")
+            fused = self.args.device.type == "cuda"
+            self.optimizer = torch.optim.AdamW(groups, betas=self._betas, fused=fused)
         return self.optimizer
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
