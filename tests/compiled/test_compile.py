@@ -232,9 +232,17 @@ def test_the_functional_layer_compiles() -> None:
         assert torch.allclose(ours, expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_compiles_under_autocast(dtype: torch.dtype) -> None:
-    target = converted()
+@pytest.mark.parametrize(
+    ("method", "dtype"),
+    [
+        ("pamm", torch.float16),
+        ("pamm", torch.bfloat16),
+        ("subspace", torch.bfloat16),
+        ("sampled", torch.bfloat16),
+    ],
+)
+def test_compiles_under_autocast(method: str, dtype: torch.dtype) -> None:
+    target = converted(pamm.PammConfig(method, ratio=1 / 4))
     compiled = torch.compile(target, fullgraph=True)
     with torch.autocast(DEVICE.type, dtype):
         y = compiled(torch.randn(2, 20, 16, device=DEVICE))
