@@ -36,10 +36,11 @@ def write_report(results: Path, output: Path) -> list[Path]:
 
 
 _INTRODUCTION = """\
-Made by `pamm bench report` from the JSON lines under `benchmarks/results`. All arms of a line were
-measured interleaved in one process; figures are medians. *exact / arm* above 1 means faster than
-exact training. *paper* is PAMM in the paper's own operations (a permutation of all tokens, cosines
-of normalised rows, `index_add_`, one compression for each of q, k and v)."""
+Made by `pamm bench report` from the JSON lines under `benchmarks/results`. Arms take turns in one
+process; figures are medians. *exact / arm* above 1 means faster than exact training, always that
+of the same run; where a case was run again with other arms, its line of exact is the last run's.
+*paper* is PAMM in the paper's own operations (a permutation of all tokens, cosines of normalised
+rows, `index_add_`, one compression for each of q, k and v)."""
 
 
 def _case(record: Record) -> tuple[object, ...]:
