@@ -105,7 +105,7 @@ def test_small_numbers_of_fp16_do_not_overflow(backend: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    ("tokens", "m", "c"), [(1, 3, 1), (7, 5, 3), (300, 40, 75), (4200, 8, 1500)]
+    ("tokens", "m", "c"), [(1, 3, 1), (7, 5, 3), (300, 40, 75), (4200, 8, 1500), (9000, 4, 2500)]
 )
 def test_the_kernels_equal_their_twins(dtype: torch.dtype, tokens: int, m: int, c: int) -> None:
     """Sizes that are powers of two, of which all sums are exact: the same draws to the last one."""

@@ -177,7 +177,8 @@ def encode(z: Tensor, fine: int, backend: str) -> tuple[Tensor, Tensor, Tensor]:
         from pamm.kernels import codes as kernel
 
         return kernel.encode(z, fine)
-    return subspace.encode(z, fine)
+    with no_autocast(z):
+        return subspace.encode(z, fine)
 
 
 @_fake("encode")

@@ -1,7 +1,7 @@
 """Triton twin of ``sampling.draw`` and ``sampling.rows``: three launches.
 
-The first takes the sizes of the tokens' gradients. The second looks for tau, walks
-along the shares and writes down the tokens that a step falls on. The third takes their rows.
+The first takes the sizes of the tokens' gradients. The second looks for tau, walks along the shares
+and writes down the tokens that a step falls on. The third takes their rows.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false
@@ -16,8 +16,8 @@ from pamm.sampling import FLOOR, ROUNDS, TINY, UNIT
 
 _ROWS = 4
 _COLUMNS = 512
-_TOKENS = 8192
-_OWN = 2048
+_TOKENS = 8192  # that a program sees at a time
+_OWN = 2048  # of which it writes down the draws
 
 
 @triton.jit(do_not_specialize=["tokens"])

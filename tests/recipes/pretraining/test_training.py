@@ -58,6 +58,23 @@ def test_an_interrupted_arm_ends_bit_for_bit_where_it_would_have(
     assert [results[0][key] for key in kept] == [results[1][key] for key in kept]
 
 
+def test_adamw_gets_the_betas_and_the_decay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[dict[str, Any]] = []
+    made = torch.optim.AdamW
+
+    def recorded(groups: Any, **options: Any) -> torch.optim.AdamW:
+        optimizer = made(groups, **options)
+        seen.extend(optimizer.param_groups)
+        return optimizer
+
+    monkeypatch.setattr(torch.optim, "AdamW", recorded)
+    run(tmp_path, config(tmp_path, beta2=0.95, weight_decay=0.1, steps=1))
+    assert {group["betas"] for group in seen} == {(0.9, 0.95)}
+    assert {group["weight_decay"] for group in seen} == {0.0, 0.1}
+
+
 def test_the_last_checkpoint_may_be_left_out(tmp_path: Path) -> None:
     made = config(tmp_path)
     tokens, arm = prepare(made, tmp_path, quiet()), made.arms[0]

@@ -149,5 +149,6 @@ def test_fine_tunings_are_on_the_page_with_their_pictures(tmp_path: Path) -> Non
 
 def test_rows_without_a_configuration_are_somebody_elses(tmp_path: Path) -> None:
     (tmp_path / "results.jsonl").write_text('{"a": 1}\n')
+    (tmp_path / "study.yaml").write_text("sampler: of another program\n")
     with pytest.raises(PammError, match="no results of pamm"):
         collect([tmp_path])

@@ -120,6 +120,8 @@ def collect(folders: list[Path]) -> Found:
             if any(path.parent.glob(f"*/{RESULT}")):
                 found.add(_run(path.parent))
         for path in sorted(folder.rglob(STUDY)):
+            if not any(path.parent.glob(f"runs/*/*/{RESULT}")):
+                continue
             study = Study.load(path)
             if outcomes := _outcomes(study, path.parent):
                 name = found.add(outcomes)
