@@ -100,7 +100,7 @@ def _units(size_ptr, token, tokens, floor, tau, UNIT: tl.constexpr):
 
 @triton.jit
 def _draws(along, all_units, draws_a_unit, offset, c):
-    """How many are drawn up to here."""
+    """How many are drawn up to here: at the end c, also where the product is rounded up past it."""
     draws = tl.ceil(along.to(tl.float64) * draws_a_unit - offset).to(tl.int64)
     return tl.where(along == all_units, c, draws)
 
