@@ -164,7 +164,7 @@ def test_a_report_compares_arms_of_one_run(tmp_path: Path) -> None:
     assert ratios == {"exact": "1.000", "pamm": "2.000", "paper": "0.500"}
 
 
-@pytest.mark.parametrize("names", [(), ("fast",), ("exact", "pamm:1/8"), ("subspace:",)])
+@pytest.mark.parametrize("names", [(), ("fast",), ("exact", "recompute:1/8"), ("subspace:",)])
 def test_an_unknown_arm_is_refused(names: tuple[str, ...]) -> None:
     with pytest.raises(PammError, match="choose from exact"):
         make_arms(block(Shape(8, 8, 8), CPU, torch.float32), CONFIG, names)
@@ -172,7 +172,7 @@ def test_an_unknown_arm_is_refused(names: tuple[str, ...]) -> None:
 
 def test_other_methods_have_ratios_of_their_own() -> None:
     model = block(Shape(64, 96, 8), CPU, torch.float32)
-    arms = make_arms(model, CONFIG, ("pamm", "subspace", "subspace:1/2"))
+    arms = make_arms(model, CONFIG, ("pamm", "subspace", "subspace:1/2", "pamm:1/2"))
     configs = [groups(arm)[0].method.config for arm in arms.values()]  # type: ignore[attr-defined]
-    assert [config.method for config in configs] == ["pamm", "subspace", "subspace"]
-    assert [config.ratio for config in configs] == [CONFIG.ratio, 3 / 8, 1 / 2]
+    assert [config.method for config in configs] == ["pamm", "subspace", "subspace", "pamm"]
+    assert [config.ratio for config in configs] == [CONFIG.ratio, 3 / 8, 1 / 2, 1 / 2]

@@ -9,11 +9,12 @@ from pamm.config import PammConfig
 from pamm.errors import PammError
 from pamm.surgery import convert
 
-ARMS = ("exact", "pamm", "paper", "subspace", "recompute", "sampled")
+ARMS = ("exact", "pamm", "paper", "subspace", "recompute", "sampled", "uniform_crs", "compact")
 """Exact training, PAMM as this library runs it, PAMM in the paper's operations, other methods.
 
-``subspace:1/8`` is one with a ratio of its own; without, it has the method's.
+``subspace:1/8`` is one with a ratio of its own; without, it has the method's (PAMM the given one).
 """
+_WITHOUT_RATIO = ("exact", "paper", "recompute")
 
 
 def make_arms(model: nn.Module, config: PammConfig, names: tuple[str, ...]) -> dict[str, nn.Module]:
@@ -38,5 +39,5 @@ def make_arms(model: nn.Module, config: PammConfig, names: tuple[str, ...]) -> d
 def place(name: str) -> int:
     """Where an arm stands among ``ARMS``; behind them all if it is none."""
     kind, colon, ratio = name.partition(":")
-    known = kind in ARMS and (not colon or (kind in ("subspace", "sampled") and ratio))
+    known = kind in ARMS and (not colon or (ratio and kind not in _WITHOUT_RATIO))
     return ARMS.index(kind) if known else len(ARMS)
