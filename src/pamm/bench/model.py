@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -109,12 +110,13 @@ def bench_model(
     steps = {name: Steps(arm, optimizer, ids) for name, arm in arms.items()}
 
     memory: dict[str, dict[str, Any]] = {}
-    for name, step in steps.items():
-        for _ in range(2):  # compile, and let the optimizer make its state
-            step()
-        memory[name] = dict(peaks(step, device))
-        between()
-    medians = interleave(steps, device, repeats, 2, between)
+    with _variants(len(arms)) if compiled else nullcontext():
+        for name, step in steps.items():
+            for _ in range(2):  # compile, and let the optimizer make its state
+                step()
+            memory[name] = dict(peaks(step, device))
+            between()
+        medians = interleave(steps, device, repeats, 2, between)
     return [
         {
             "benchmark": "model",
@@ -135,3 +137,11 @@ def bench_model(
         }
         for name in names
     ]
+
+
+def _variants(arms: int) -> AbstractContextManager[None]:
+    """Room for every arm in the compiler, to which they are variants of one function: by default it
+    runs those past a few uncompiled, and only warns."""
+    return torch._dynamo.config.patch(  # type: ignore[no-any-return]
+        recompile_limit=8 * arms, fail_on_recompile_limit_hit=True
+    )

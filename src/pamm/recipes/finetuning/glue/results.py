@@ -62,24 +62,24 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 
 
 def picture(rows: list[dict[str, Any]]) -> bytes:
-    """Means with their spread, arms side by side for each task, as PNG."""
+    """Means with their spread, and the single seeds: a panel with its own axis for each task."""
     from pamm.analysis.plots import colours, new_figure, png
 
     tasks = list(dict.fromkeys(row["task"] for row in rows))
-    arms = list(dict.fromkeys(row["arm"] for row in rows))
-    figure, axes = new_figure(max(6.0, 1.6 * len(tasks)), 4)
-    for number, (arm, colour) in enumerate(colours(arms).items()):
-        shift = 0.7 * ((number + 0.5) / len(arms) - 0.5)
-        mine = [row for row in rows if row["arm"] == arm and row["mean"] is not None]
-        axes.errorbar(
-            [tasks.index(row["task"]) + shift for row in mine],
-            [100 * row["mean"] for row in mine],
-            [100 * (row["spread"] or 0.0) for row in mine],
-            fmt="o", color=colour, capsize=3, label=arm,
-        )  # fmt: skip
-    axes.set_xticks(range(len(tasks)), tasks)
-    axes.set_ylabel("score (%)")
-    axes.set_title("Validation score by task: mean and standard deviation over seeds")
-    axes.grid(alpha=0.25, axis="y")
-    axes.legend(frameon=False)
+    shades = colours(list(dict.fromkeys(row["arm"] for row in rows)))
+    figure, panels = new_figure(2.4 * len(tasks) + 1.6, 4, panels=len(tasks))
+    for axes, task in zip([panels] if len(tasks) == 1 else panels, tasks, strict=True):
+        ours = [row for row in rows if row["task"] == task and row["mean"] is not None]
+        for row in ours:
+            place = list(shades).index(row["arm"])
+            mean, spread = 100 * row["mean"], 100 * (row["spread"] or 0.0)
+            axes.errorbar(place, mean, spread, fmt="o", color=shades[row["arm"]], capsize=4)
+            seeds = [100 * score for score in row["scores"] if score is not None]
+            axes.plot([place] * len(seeds), seeds, "_", color="grey", ms=7)
+        axes.set_xticks(range(len(shades)), shades, rotation=60, ha="right")
+        axes.set_title(f"{task} ({ours[0]['metric']})" if ours else task)
+        axes.grid(alpha=0.25, axis="y")
+        axes.margins(0.15, 0.1)
+    figure.supylabel("validation score (%)")
+    figure.suptitle("Mean and standard deviation over seeds; a dash is one seed")
     return png(figure)
