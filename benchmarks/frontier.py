@@ -1,0 +1,208 @@
+"""The frontier of a study: perplexity against the bytes that are held, and against GPU time.
+
+    python benchmarks/frontier.py STUDY_FOLDER SPEED.jsonl OUTPUT_FOLDER
+
+Filled: final trainings, with the standard deviation over seeds. Hollow: the first seed's shorter
+training at the best rate, against exact's of the same length. Time is that of whole compiled steps
+by ``pamm bench model``, of the study's own shape and of a larger one, where PAMM pays more; the
+perplexities are the study's in both. ``recompute`` is not trained: its gradients are exact's.
+"""
+
+import json
+import math
+import statistics
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pamm.analysis.plots import COLOURS, new_figure, png
+from pamm.config import PammConfig
+from pamm.recipes.studies.ablate import STUDY
+from pamm.recipes.studies.study import Study
+
+SHAPES = ("60M", "1B")
+NOTHING = 0.05  # %: where what holds nothing of X is drawn
+PERPLEXITIES = (0, 1, 2, 5, 10, 20, 50, 100)
+METHODS = ("recompute", "pamm", "subspace", "sampled", "uniform_crs", "compact")
+
+
+class Point(NamedTuple):
+    """A way of training, against exact training of the same length."""
+
+    name: str
+    config: PammConfig
+    held: float
+    """% of X's bytes."""
+    above: float
+    """% of perplexity above exact's."""
+    spread: float
+    is_final: bool
+
+
+def points(study: Study, folder: Path) -> list[Point]:
+    """All cells but exact's, short and final."""
+    cell = _exact(study)
+    x_bytes = _trained(study, folder, cell, is_final=False)[0].predicted_bytes
+    found = []
+    for is_final in (False, True):
+        exact = [each.perplexity for each in _trained(study, folder, cell, is_final)]
+        if not exact:
+            continue
+        level = statistics.mean(exact)
+        found.append(Point("recompute", PammConfig("recompute"), 0.0, 0.0, 0.0, is_final))
+        for name in study.cells:
+            config = study.tuning(folder, name)[0].arm.config
+            results = _trained(study, folder, name, is_final)
+            if config.method == "exact" or not results:
+                continue
+            values = [100 * (each.perplexity / level - 1) for each in results]
+            spread = statistics.stdev(values) if len(values) > 1 else 0.0
+            held = 100 * results[0].predicted_bytes / x_bytes
+            found.append(Point(name, config, held, statistics.mean(values), spread, is_final))
+    return found
+
+
+def slope(study: Study, folder: Path) -> float | None:
+    """d ln perplexity / d ln steps of exact training, between the short and the final trainings."""
+    short, final = (_trained(study, folder, _exact(study), is_final) for is_final in (False, True))
+    if not final:
+        return None
+    ratio = statistics.mean(each.perplexity for each in final) / short[0].perplexity
+    return math.log(ratio) / math.log(final[0].steps / short[0].steps)
+
+
+def _exact(study: Study) -> str:
+    return next(name for name, values in study.cells.items() if values == {"method": "exact"})
+
+
+def _trained(study: Study, folder: Path, cell: str, is_final: bool) -> list[Any]:
+    """Results of the final trainings, or of the best short one; without those that diverged."""
+    runs = study.final(folder, cell) if is_final else study.tuning(folder, cell)
+    results = [run.result for run in runs if run.result and run.result.perplexity]
+    return results if is_final else [min(results, key=lambda result: result.perplexity)]
+
+
+def step_times(records: list[dict[str, Any]], shape: str) -> dict[tuple[str, float], float]:
+    """Of each method and ratio, the compiled step's time over exact's of the same run, in %."""
+    case = ("model", shape, True)
+    keys = ("benchmark", "model", "compiled")
+    ours = [r for r in records if tuple(r.get(key) for key in keys) == case]
+    exact = {r["commit"]: r["total_ms"] for r in ours if r["arm"] == "exact"}
+    times = {}
+    for record in ours:
+        method, _, ratio = record["arm"].partition(":")
+        if method in METHODS and record["commit"] in exact:
+            config = PammConfig(method, ratio or None)  # type: ignore[arg-type]
+            times[method, config.ratio] = 100 * record["total_ms"] / exact[record["commit"]]
+    return times
+
+
+def title(study: Study) -> str:
+    """What is compared, and what the marks are."""
+    short, final = study.tune_steps or study.base["steps"], study.base["steps"]
+    marks = f"filled: {len(study.seeds)} seeds, {final:,} steps; hollow: one seed, {short:,} steps"
+    return f"{study.name}, every cell at its best rate. {marks}"
+
+
+def bytes_plot(found: list[Point], title: str) -> bytes:
+    """Perplexity above exact's against what is held of X."""
+    figure, axes = new_figure(10, 6.5)
+    placed = [(point, max(point.held, NOTHING)) for point in found]
+    _draw(axes, placed)
+    axes.set_xscale("log")
+    axes.set_xlim(0.7 * NOTHING, 200)
+    ticks = (NOTHING, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
+    axes.set_xticks(ticks, ["nothing", *(f"{tick:g}" for tick in ticks[1:])])
+    axes.minorticks_off()
+    _name(axes, placed)
+    axes.set_xlabel("held for backward, of the inputs X of q, k and v in bf16 (%, log scale)")
+    axes.set_title(title)
+    return png(figure)
+
+
+def time_plot(
+    found: list[Point],
+    title: str,
+    times: dict[str, dict[tuple[str, float], float]],
+    slope: float | None,
+) -> bytes:
+    """Perplexity above exact's against the time of a step, and where the two are worth the same."""
+    figure, panels = new_figure(15, 6.5, panels=len(times))
+    for axes, (shape, of) in zip(panels, times.items(), strict=True):
+        known = [(p, of[key]) for p in found if (key := (p.config.method, p.config.ratio)) in of]
+        _draw(axes, known)
+        low, high = (edge([100, *(time for _, time in known)]) for edge in (min, max))
+        if slope is not None:
+            along = [low - 2 + (102 - low) * step / 50 for step in range(51)]
+            worth = [100 * ((time / 100) ** slope - 1) for time in along]
+            axes.plot(along, worth, "--", color="grey", lw=1.2,
+                      label="as good as exact at equal time; below it: better")  # fmt: skip
+            axes.legend(loc="lower left", frameon=False)
+        axes.axvline(100, color="grey", lw=0.8)
+        axes.set_xlim(low - 2, high + 4)
+        _name(axes, known)
+        axes.set_xlabel(f"time of a step of LLaMA {shape}, compiled (% of exact's)")
+    figure.suptitle(title)
+    return png(figure)
+
+
+def _draw(axes: Any, placed: list[tuple[Point, float]]) -> None:
+    """Exact training, and every point; a cell's short and final ones are joined."""
+    axes.plot(100, 0, "*", color=COLOURS[0], ms=13)
+    axes.annotate("exact", (100, 0), xytext=(6, 8), textcoords="offset points")
+    for name in dict.fromkeys(point.name for point, _ in placed):
+        mine = [(point, place) for point, place in placed if point.name == name]
+        colour = _colour(mine[0][0])
+        axes.plot([place for _, place in mine], [p.above for p, _ in mine], ":", color=colour, lw=1)
+        for point, place in mine:
+            face = colour if point.is_final else "white"
+            axes.errorbar(place, point.above, point.spread, fmt="o", ms=8, color=colour, mfc=face,
+                          capsize=3)  # fmt: skip
+    axes.set_yscale("symlog", linthresh=1, linscale=0.6)
+    axes.set_ylim(-0.7, 150)
+    axes.set_yticks(PERPLEXITIES, [f"{each:g}" for each in PERPLEXITIES])
+    axes.minorticks_off()
+    axes.grid(alpha=0.25)
+    axes.set_ylabel("validation perplexity above exact's (%)")
+
+
+def _name(axes: Any, placed: list[tuple[Point, float]]) -> None:
+    """Names each cell once, at its final point if it has one: on the side where there is room."""
+    last = {point.name: (point, place) for point, place in placed}
+    pixels = axes.transData.transform([(place, point.above) for point, place in last.values()])
+    for (point, place), (x, y) in zip(last.values(), pixels, strict=True):
+        room = 0.12 * axes.bbox.width
+        crowded = any(0 < other - x < room and abs(up - y) < 20 for other, up in pixels)
+        axes.annotate(
+            point.name.partition(", bytes")[0], (place, point.above),
+            xytext=(-9 if crowded else 9, 3), ha="right" if crowded else "left",
+            textcoords="offset points", fontsize="small", color=_colour(point),
+        )  # fmt: skip
+
+
+def _colour(point: Point) -> str:
+    return COLOURS[1 + METHODS.index(point.config.method)]
+
+
+def main() -> None:
+    """Draw both, and print what is on them."""
+    folder, speeds, output = map(Path, sys.argv[1:4])
+    records = [json.loads(line) for line in speeds.read_text().splitlines()]
+    study = Study.load(folder / STUDY)
+    found = points(study, folder)
+    times = {shape: step_times(records, shape) for shape in SHAPES}
+    (output / "frontier-bytes.png").write_bytes(bytes_plot(found, title(study)))
+    picture = time_plot(found, title(study), times, slope(study, folder))
+    (output / "frontier-time.png").write_bytes(picture)
+    for point in sorted(found, key=lambda point: (point.is_final, point.above)):
+        key = (point.config.method, point.config.ratio)
+        steps = [f"{shape} {of[key]:.1f} %" for shape, of in times.items() if key in of]
+        kind = "final" if point.is_final else "short"
+        print(
+            f"{point.name:34} {kind}  {point.held:5.2f} % held  {point.above:+6.2f} ± "
+            f"{point.spread:.2f} %  step: {', '.join(steps)}"
+        )
+
+
+if __name__ == "__main__":
+    main()

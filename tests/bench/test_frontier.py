@@ -1,0 +1,54 @@
+"""benchmarks/frontier.py on the committed study, and how it pairs speeds."""
+
+import json
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "benchmarks/frontier.py"
+STUDY = ROOT / "benchmarks/results/h200/studies/60m"
+
+
+def test_both_pictures_of_the_committed_study(tmp_path: Path) -> None:
+    speeds = STUDY.parents[1] / "speed.jsonl"
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), str(STUDY), str(speeds), str(tmp_path)],
+        text=True,
+        capture_output=True,
+        check=True,
+        timeout=120,
+    )
+    assert {path.name for path in tmp_path.iterdir()} == {"frontier-bytes.png", "frontier-time.png"}
+    line = next(line for line in done.stdout.splitlines() if line.startswith("pamm 1/256"))
+    tries = [
+        json.loads(p.read_text()) for p in (STUDY / "runs").glob("pamm-1-256/*1000/result.json")
+    ]
+    exact = [json.loads(p.read_text()) for p in (STUDY / "runs").glob("exact/*1000/result.json")]
+    best, level = (min(each["perplexity"] for each in of) for of in (tries, exact))
+    assert line.split()[6] == f"{100 * (best / level - 1):+.2f}"
+
+
+def test_a_step_is_timed_against_exact_of_the_same_run() -> None:
+    step_times = runpy.run_path(str(SCRIPT))["step_times"]
+
+    def record(arm: str, ms: float, commit: str, **changes: Any) -> dict[str, Any]:
+        case = {"benchmark": "model", "model": "1B", "compiled": True}
+        return case | {"arm": arm, "total_ms": ms, "commit": commit} | changes
+
+    records = [
+        record("exact", 100.0, "old"),
+        record("pamm", 90.0, "old"),
+        record("exact", 200.0, "new"),
+        record("pamm:1/128", 190.0, "new"),
+        record("paper", 250.0, "new"),
+        record("recompute", 210.0, "alone"),
+        record("pamm:1/256", 50.0, "new", compiled=False),
+    ]
+    assert step_times(records, "1B") == pytest.approx(
+        {("pamm", 1 / 512): 90, ("pamm", 1 / 128): 95}
+    )
