@@ -107,7 +107,7 @@ def rates(tuning: Mapping[str, Sequence[tuple[float, float]]], title: str) -> Fi
         axes.plot(*best, "o", ms=6, color=colour)
     places = sorted({rate for points in tuning.values() for rate, _ in points})
     axes.set_xscale("log")
-    axes.set_xticks(places, [f"{place:g}" for place in places])
+    axes.set_xticks(places, [f"{place:.3g}" for place in places])
     axes.minorticks_off()
     axes.set_xlabel("peak learning rate (log scale)")
     axes.set_ylabel("validation loss (nats a token)")

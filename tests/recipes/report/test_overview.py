@@ -1,4 +1,5 @@
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ from pamm.config import PammConfig
 from pamm.errors import PammError
 from pamm.recipes.files import write_json
 from pamm.recipes.report import tables
-from pamm.recipes.report.collect import Found, Outcome, _training, collect, size_of
+from pamm.recipes.report.collect import Found, Outcome, Progress, _training, collect, size_of
 from pamm.recipes.report.overview import write_overview
 from pamm.recipes.report.pictures import pictures
 from pamm.recipes.settings import Arm
@@ -78,6 +79,21 @@ def test_the_papers_own_memory_is_its_formula() -> None:
             assert layers * held == row["memory_mb"] * 2**20
 
 
+def test_a_cell_that_only_chose_its_rate_is_told(base: Outcome) -> None:
+    """At the best of its rates, against exact training of that length."""
+    tuning = {
+        "exact": [(0.001, math.log(20.0)), (0.002, math.log(22.0)), (0.004, math.log(30.0))],
+        "pamm": [(0.001, math.log(24.0)), (0.002, math.log(23.0)), (0.004, math.log(25.0))],
+        "open": [],
+    }
+    rows = cells(tables.tuning_table([base], Progress(tuning, tune_steps=100, left=1)))
+    assert list(rows) == ["exact", "pamm"]
+    assert rows["exact"]["best"] == "0.001 (edge)"
+    assert rows["exact"]["against exact"] == ""
+    pamm = {"best": "0.002", "perplexity there": "23.00", "against exact": "+15.0%"}
+    assert rows["pamm"].items() >= pamm.items()
+
+
 def test_shapes_are_compared_row_by_row(base: Outcome) -> None:
     outcomes = []
     for batch, exact, approximate in ((512, 30.0, 33.0), (8, 50.0, 50.5)):
@@ -141,7 +157,7 @@ def test_a_training_curve_is_of_means(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_two_sources_of_one_name_stay_apart(base: Outcome) -> None:
-    found = Found([], {}, {}, {}, {})
+    found = Found([], {}, {}, {})
     assert [found.add([base]) for _ in range(3)] == ["study", "study (2)", "study (3)"]
     assert list(tables.by_source(found.outcomes)) == ["study", "study (2)", "study (3)"]
 

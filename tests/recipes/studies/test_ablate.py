@@ -115,6 +115,7 @@ def test_a_study_is_stopped_gone_on_with_by_several_workers_and_reported(tmp_pat
         assert (tmp_path / f"docs/{name}.png").stat().st_size > 5000
     assert "http" not in html, "the page needs no other file"
     assert "Not finished" not in markdown
+    assert "Choice of the rates" in markdown
     outcomes = {each.name: each for each in collect([folder]).outcomes}
     assert len(outcomes) == 3
     assert outcomes["compact"].tokens_per_second is None, "two workers took turns"
@@ -122,7 +123,7 @@ def test_a_study_is_stopped_gone_on_with_by_several_workers_and_reported(tmp_pat
     next(folder.glob("runs/exact/lr-*_seed-0/result.json")).unlink()
     found = collect([folder])
     assert len(found.outcomes) == 2
-    assert list(found.left.values()) == [1]
+    assert [progress.left for progress in found.studies.values()] == [1]
     page = CliRunner().invoke(app, ["report", str(folder), "--output", str(tmp_path / "docs")])
     assert "Not finished: 1 training" in (tmp_path / "docs/results.md").read_text()
 

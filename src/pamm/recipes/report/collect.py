@@ -80,14 +80,26 @@ class Finetuning:
 
 
 @dataclasses.dataclass(frozen=True)
+class Progress:
+    """How far a study is.
+
+    Args:
+        tuning: what the rates were chosen from.
+        tune_steps: of those trainings.
+        left: trainings that could begin now.
+    """
+
+    tuning: Tuning
+    tune_steps: int
+    left: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Found:
     """All that was found, by names that differ."""
 
     outcomes: list[Outcome]
-    tuning: dict[str, Tuning]
-    """Of every study."""
-    left: dict[str, int]
-    """Of every study: trainings that could begin now."""
+    studies: dict[str, Progress]
     finetunings: dict[str, Finetuning]
     analyses: dict[str, tuple[Path, dict[str, Any]]]
 
@@ -112,7 +124,7 @@ def collect(folders: list[Path]) -> Found:
     Raises:
         PammError: if a folder does not exist, or there is nothing in any of them.
     """
-    found = Found([], {}, {}, {}, {})
+    found = Found([], {}, {}, {})
     for folder in folders:
         if not folder.is_dir():
             raise PammError(f"no such folder: {folder}.")
@@ -124,9 +136,7 @@ def collect(folders: list[Path]) -> Found:
                 continue
             study = Study.load(path)
             if outcomes := _outcomes(study, path.parent):
-                name = found.add(outcomes)
-                found.tuning[name] = _tuning(study, path.parent)
-                found.left[name] = len(study.to_do(path.parent))
+                found.studies[found.add(outcomes)] = _progress(study, path.parent)
         for path in sorted(folder.rglob(ROWS)):
             if (path.parent / CONFIG).exists():
                 study = _finetuning(path.parent)
@@ -209,11 +219,13 @@ def _outcomes(study: Study, folder: Path) -> list[Outcome]:
     return outcomes
 
 
-def _tuning(study: Study, folder: Path) -> Tuning:
-    return {
+def _progress(study: Study, folder: Path) -> Progress:
+    tuning = {
         cell: [(run.config.lr, run.loss) for run in study.tuning(folder, cell) if run.result]
         for cell in study.cells
     }
+    left = len(study.to_do(folder))
+    return Progress(tuning, study.tune_steps or study.longest().steps, left)
 
 
 def _mean(curves: Iterable[Curve]) -> Curve:

@@ -18,6 +18,7 @@ from pamm.recipes.report.tables import (
     scaling_table,
     shape_table,
     throughput_table,
+    tuning_table,
 )
 from pamm.recipes.table import Table
 
@@ -128,14 +129,17 @@ def _source(source: str, outcomes: list[Outcome], found: Found) -> Section:
             )
         ],
     )
-    if left := found.left.get(source):
+    progress = found.studies.get(source)
+    if progress and progress.left:
         section.text.append(
-            f"Not finished: {left} training(s) of this study can begin, and others may follow. "
-            "A row is of the seeds it says."
+            f"Not finished: {progress.left} training(s) of this study can begin, and others may "
+            "follow. A row is of the seeds it says."
         )
     shapes = is_shape_study(outcomes)
     section.tables.append(shape_table(outcomes) if shapes else results_table(outcomes))
-    section.pictures = pictures(source, outcomes, found.tuning.get(source, {}))
+    if progress and not shapes:
+        section.tables.append(tuning_table(outcomes, progress))
+    section.pictures = pictures(source, outcomes, progress.tuning if progress else {})
     return section
 
 

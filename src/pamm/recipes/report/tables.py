@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from pamm.config import PammConfig, read_mapping
-from pamm.recipes.report.collect import Outcome
+from pamm.recipes.pretraining.results import perplexity
+from pamm.recipes.report.collect import Outcome, Progress
 from pamm.recipes.table import Table
 from pamm.report import format_bytes, format_ratio
 
@@ -70,6 +71,26 @@ def results_table(outcomes: list[Outcome]) -> Table:
         "seeds",
     ]
     return Table(f"Ours, and the paper's: {numbers['source']}", columns, rows)
+
+
+def tuning_table(outcomes: list[Outcome], progress: Progress) -> Table:
+    """The trainings that rates were chosen from: of every cell, finished or not, at its best."""
+    exact, rows = exact_of(outcomes), []
+    best = {
+        name: min(tried, key=lambda point: point[1])
+        for name, tried in progress.tuning.items()
+        if tried
+    }
+    level = perplexity(best[exact.name][1]) if exact and exact.name in best else None
+    for name, (lr, loss) in best.items():
+        tried = [rate for rate, _ in progress.tuning[name]]
+        value = perplexity(loss)
+        change = _change(value, level, exact is not None and name == exact.name)
+        edge = " (edge)" if len(tried) > 1 and lr in (min(tried), max(tried)) else ""
+        rates = ", ".join(f"{rate:.3g}" for rate in tried)
+        rows.append([name, rates, f"{lr:.3g}{edge}", f"{value:.2f}", change])
+    columns = ["training", "rates tried", "best", "perplexity there", "against exact"]
+    return Table(f"Choice of the rates: {progress.tune_steps:,} steps, one seed", columns, rows)
 
 
 def shape_table(outcomes: list[Outcome]) -> Table:
