@@ -158,6 +158,11 @@ def _draw(axes: Any, placed: list[tuple[Point, float]]) -> None:
             face = colour if point.is_final else "white"
             axes.errorbar(place, point.above, point.spread, fmt="o", ms=8, color=colour, mfc=face,
                           capsize=3)  # fmt: skip
+    percent_axis(axes)
+
+
+def percent_axis(axes: Any) -> None:
+    """Upwards the perplexity above exact's, from nothing to twice as much."""
     axes.set_yscale("symlog", linthresh=1, linscale=0.6)
     axes.set_ylim(-0.7, 150)
     axes.set_yticks(PERPLEXITIES, [f"{each:g}" for each in PERPLEXITIES])

@@ -1,12 +1,13 @@
 """Which number of a gradient's quality foretells what it costs in perplexity?
 
-    python benchmarks/harm.py measure STUDY.jsonl --tokens tokens --results harm.jsonl
-    python benchmarks/harm.py plot harm.jsonl quality.jsonl docs/harm.png
+    python benchmarks/harm.py measure STUDY.yaml --tokens tokens --results harm.jsonl
+    python benchmarks/harm.py plot harm.jsonl STUDY_FOLDER docs/harm.png
 
-``measure`` trains exactly for a while (the first exact line of a quality study, a third of its
-steps), stops, and takes the gradients of q, k and v for the same batches from every setting of it.
-``plot`` sets them against the perplexities that ``quality.py`` found. With a_t the approximate and
-e_t the exact gradient of batch t, at the same weights:
+``measure`` trains a 60M LLaMA exactly for a while (benchmarks/quality.py, which also makes the
+tokens), stops, and takes the gradients of q, k and v for the same batches from every setting of a
+study of ``pamm ablate``. ``plot`` sets them against what each cost in the study's trainings that
+chose the rates. With a_t the approximate and e_t the exact gradient of batch t, at the same
+weights:
 
     relative error   mean over t of ||a_t - e_t|| / ||e_t||
     1 - cosine       mean over t of 1 - <a_t, e_t> / (||a_t|| ||e_t||)
@@ -25,11 +26,16 @@ import torch
 from torch import Tensor, nn
 
 import pamm
-from pamm.analysis.plots import COLOURS, new_figure
+from frontier import percent_axis, points
+from pamm.analysis.plots import COLOURS, new_figure, png
 from pamm.bench.model import SIZES
 from pamm.bench.records import append, environment
-from quality import DEVICE, Data, batch, build, convert, train
+from pamm.recipes.studies.ablate import STUDY
+from pamm.recipes.studies.study import Study
+from quality import DEVICE, Data, batch, build, train
 
+RUN = {"lr": 0.0015, "steps": 333}
+SEQUENCES = 128
 BATCHES = 16
 WARM = 10  # passes in which a subspace learns its directions
 NAMES = ("q_proj", "k_proj", "v_proj")
@@ -67,54 +73,55 @@ def compare(pairs: Iterator[tuple[Tensor, Tensor]]) -> dict[str, float]:
     }
 
 
-def measure(study: Path, tokens: Path, results: Path) -> None:
-    """One record for each setting of the study that converts something."""
-    runs = [json.loads(line) for line in study.read_text().splitlines() if line.strip()]
-    first = next(run for run in runs if "config" not in run)
-    settings = {run["arm"]: run for run in runs if "config" in run and "mlp" not in run}
-    data = Data(tokens)
-    size, sequences = SIZES[first.get("size", "60M")], first.get("batch", 128)
-    trained = train(first | {"steps": max(1, first["steps"] // 3)}, data)[1]
+def measure(
+    study: Study, data: Data, results: Path, size: str = "60M", sequences: int = SEQUENCES
+) -> None:
+    """One record for each setting of the study; rates make no difference here."""
+    trained = train(RUN | {"size": size, "batch": sequences}, data)[1]
     weights = trained.state_dict()
-    model = build(size, data.vocabulary, 0)
+    model = build(SIZES[size], data.vocabulary, 0)
     model.load_state_dict({name.replace("_orig_mod.", ""): w for name, w in weights.items()})
     order = data.order(1, (WARM + BATCHES) * sequences).split(sequences)
     exact = [gradients(model, data, rows).cpu() for rows in order[WARM:]]
-    for arm, run in settings.items():
-        convert(model, run, sequences * 256)
+    configs = {
+        study.run(Path(), cell, study.lrs[0], 0).arm.config: cell for cell in reversed(study.cells)
+    }
+    for config, cell in reversed(configs.items()):
+        if config.method == "exact":
+            continue
+        pamm.convert(model, config)
         for rows in order[:WARM]:
             gradients(model, data, rows)
         made = (gradients(model, data, rows) for rows in order[WARM:])
         pairs = ((a, e.to(a.device)) for a, e in zip(made, exact, strict=True))
-        record = {"benchmark": "harm", "arm": arm, "config": run["config"], **compare(pairs)}
+        record = {"benchmark": "harm", "cell": cell, "config": config.to_dict(), **compare(pairs)}
         append(results, [record | environment(DEVICE)])
         pamm.revert(model)
-        print(arm, {name: round(record[name], 3) for name in NUMBERS}, flush=True)
+        print(cell, {name: round(record[name], 3) for name in NUMBERS}, flush=True)
 
 
-def plot(results: Path, quality: Path, output: Path) -> None:
-    """Each number against the perplexity above exact's, both arms at their best rate."""
-    best: dict[str, float] = {}
-    for line in quality.read_text().splitlines():
-        record = json.loads(line)
-        if record["run"].get("size", "60M") == "60M":
-            arm = record["run"]["arm"]
-            best[arm] = min(best.get(arm, float("inf")), record["perplexity"])
-    measured = [json.loads(line) for line in results.read_text().splitlines()]
-    measured = [record for record in measured if record["arm"] in best]
-    figure, _ = new_figure(15, 3.6)
-    figure.clear()
-    for place, number in enumerate(NUMBERS):
-        axes = figure.add_subplot(1, len(NUMBERS), place + 1)
-        for colour, record in zip(COLOURS, measured, strict=False):
-            harm = 100 * (best[record["arm"]] / best["exact"] - 1)
-            axes.plot(record[number], harm, "o", color=colour, label=record["arm"])
-        axes.set(xlabel=number, xlim=(0, None))
-        if place == 0:
-            axes.set_ylabel("perplexity above exact's (%)")
-            axes.legend(fontsize="small")
-    figure.tight_layout()
-    figure.savefig(output, dpi=150)
+def plot(records: list[dict[str, Any]], study: Study, folder: Path) -> bytes:
+    """Each number against the perplexity above exact's; dotted where q, k and v had less rate."""
+    figure, panels = new_figure(3.6 * len(NUMBERS), 4.6, panels=len(NUMBERS))
+    trained = [point for point in points(study, folder) if not point.is_final]
+    for axes, number in zip(panels, NUMBERS, strict=True):
+        for place, record in enumerate(records):
+            config = pamm.PammConfig.from_dict(record["config"])
+            kind = (config.method, config.ratio)
+            harm = [p.above for p in trained if (p.config.method, p.config.ratio) == kind]
+            axes.plot(
+                [record[number]] * len(harm), harm, ":", color=COLOURS[place % len(COLOURS)],
+                marker="os^"[place // len(COLOURS)], label=record["cell"].partition(", bytes")[0],
+            )  # fmt: skip
+        if number in ("relative error", "noise"):
+            axes.set_xscale("log")
+        percent_axis(axes)
+        axes.set_ylabel("")
+        axes.set_xlabel(number)
+    percent_axis(panels[0])
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize="small")
+    return png(figure)
 
 
 def main() -> None:
@@ -125,13 +132,15 @@ def main() -> None:
     one.add_argument("--tokens", type=Path, default=Path("tokens"))
     one.add_argument("--results", type=Path, required=True)
     two = commands.add_parser("plot")
-    for name in ("results", "quality", "output"):
+    for name in ("results", "folder", "output"):
         two.add_argument(name, type=Path)
     options = parser.parse_args()
     if options.command == "measure":
-        measure(options.study, options.tokens, options.results)
+        measure(Study.load(options.study), Data(options.tokens), options.results)
     else:
-        plot(options.results, options.quality, options.output)
+        records = [json.loads(line) for line in options.results.read_text().splitlines()]
+        study = Study.load(options.folder / STUDY)
+        options.output.write_bytes(plot(records, study, options.folder))
 
 
 if __name__ == "__main__":
