@@ -8,9 +8,10 @@ A study is one JSON object a line, one training each:
     {"arm": "pamm", "config": {"method": "pamm", "ratio": "1/512"}, "lr": 0.0015, "steps": 1000}
 
 "config" is a PammConfig, left out for plain exact training; "mlp" one more for gate and up;
-"factor" scales the learning rate of q, k and v; "seed", "size" (60M), "batch" (128 sequences of
-256 tokens). Trainings already in the results are skipped, so that the same command goes on. On
-several GPUs start one process each, with --shard 0/4 and so on.
+"then" is {"at": 0.8, "config": ...}: another configuration, or exact training, from that share of
+the steps on. "factor" scales the learning rate of q, k and v; "seed", "size" (60M), "batch" (128
+sequences of 256 tokens). Trainings already in the results are skipped, so that the same command
+goes on. On several GPUs start one process each, with --shard 0/4 and so on.
 
 fp32 weights, bf16 autocast, AdamW (0.9, 0.95; weight decay 0.1), gradient norm 1, warm-up over a
 tenth, cosine to a tenth. Blocks are compiled. Same seed, same weights and batches for all arms.
@@ -20,6 +21,7 @@ import argparse
 import json
 import lzma
 import math
+import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -142,7 +144,7 @@ def rate(step: int, steps: int) -> float:
 
 
 def train(run: dict[str, Any], data: Data) -> tuple[dict[str, Any], nn.Module]:
-    """One training: validation loss along the way and seconds of a step; and the model."""
+    """One training: validation loss along the way and the time of a step; and the model."""
     seed, steps = run.get("seed", 0), run["steps"]
     size = SIZES[run.get("size", "60M")]
     sequences = run.get("batch", 128)
@@ -173,9 +175,13 @@ def train(run: dict[str, Any], data: Data) -> tuple[dict[str, Any], nn.Module]:
         model.train()
         return value
 
-    curve, history, seconds, began = {}, [], 0.0, math.nan
-    warm = min(30, steps // 2)
+    curve, history, tenths = {}, [], []
+    tenth, began = max(1, steps // 10), time.perf_counter()
+    then = run.get("then", {"at": math.inf})
     for step in range(steps):
+        if step == round(min(1.0, then["at"]) * steps):
+            pamm.revert(model)
+            convert(model, {"seed": seed, **then}, sequences * SEQUENCE)
         for group in optimizer.param_groups:
             group["lr"] = group["peak"] * rate(step, steps)
         value = loss(data.train, order[step * sequences : (step + 1) * sequences])
@@ -184,12 +190,9 @@ def train(run: dict[str, Any], data: Data) -> tuple[dict[str, Any], nn.Module]:
         optimizer.step()
         optimizer.zero_grad()
         history.append(value.detach())
-        if step == warm:  # all is compiled
+        if (step + 1) % tenth == 0:
             _wait()
-            seconds, began = 0.0, time.perf_counter()
-        if (step + 1) % max(1, steps // 10) == 0:
-            _wait()
-            seconds += time.perf_counter() - began
+            tenths.append(1e3 * (time.perf_counter() - began) / tenth)
             curve[step + 1] = validate()
             _wait()
             began = time.perf_counter()
@@ -199,7 +202,8 @@ def train(run: dict[str, Any], data: Data) -> tuple[dict[str, Any], nn.Module]:
         "perplexity": math.exp(curve[max(curve)]),
         "validation_loss": curve,
         "training_loss": [round(float(v), 4) for v in loss_curve.unfold(0, each, each).mean(1)],
-        "step_ms": 1e3 * seconds / max(1, steps - 1 - warm),
+        "step_ms": statistics.median(tenths[1:] or tenths),  # the first one compiles
+        "step_ms_tenths": [round(ms, 3) for ms in tenths],
         "peak_allocated_bytes": torch.cuda.max_memory_allocated() if DEVICE.type == "cuda" else 0,
         **bytes_,
         **environment(DEVICE),
