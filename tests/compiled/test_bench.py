@@ -13,16 +13,15 @@ from pamm.surgery import is_converted
 pytestmark = pytest.mark.filterwarnings("default")
 
 
-def test_every_arm_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_arm_is_compiled() -> None:
     """The compiler's limit, here one, would leave all but the first uncompiled."""
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
-    monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
     names = ("exact", "pamm", "uniform_crs:1/8")
-    records = bench_model(
-        "tiny", pamm.PammConfig(), torch.device("cpu"), names, repeats=1, compiled=True
-    )
+    with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
+        records = bench_model(
+            "tiny", pamm.PammConfig(), torch.device("cpu"), names, repeats=1, compiled=True
+        )
+        assert torch._dynamo.config.recompile_limit == 1
     assert [record["arm"] for record in records] == list(names)
-    assert torch._dynamo.config.recompile_limit == 1
 
 
 def test_the_bare_loop_changes_the_method_on_its_way(tmp_path: Path) -> None:
