@@ -79,7 +79,7 @@ def _trained(study: Study, folder: Path, cell: str, is_final: bool) -> list[Any]
     """Results of the final trainings, or of the best short one; without those that diverged."""
     runs = study.final(folder, cell) if is_final else study.tuning(folder, cell)
     results = [run.result for run in runs if run.result and run.result.perplexity]
-    return results if is_final else [min(results, key=lambda result: result.perplexity)]
+    return results if is_final else sorted(results, key=lambda result: result.perplexity)[:1]
 
 
 def step_times(records: list[dict[str, Any]], shape: str) -> dict[tuple[str, float], float]:
