@@ -36,35 +36,44 @@ class Point(NamedTuple):
     above: float
     """% of perplexity above exact's."""
     spread: float
+    """Standard deviation of that over seeds: each against exact training with the same one."""
     is_final: bool
+    lr_factor: float
 
 
 def points(study: Study, folder: Path) -> list[Point]:
     """All cells but exact's, short and final."""
     cell = _exact(study)
-    x_bytes = _trained(study, folder, cell, is_final=False)[0].predicted_bytes
+    x_bytes = next(iter(_trained(study, folder, cell, is_final=False).values())).predicted_bytes
     found = []
     for is_final in (False, True):
-        exact = [each.perplexity for each in _trained(study, folder, cell, is_final)]
+        exact = _trained(study, folder, cell, is_final)
         if not exact:
             continue
-        level = statistics.mean(exact)
-        found.append(Point("recompute", PammConfig("recompute"), 0.0, 0.0, 0.0, is_final))
+        found.append(Point("recompute", PammConfig("recompute"), 0.0, 0.0, 0.0, is_final, 1.0))
         for name in study.cells:
             config = study.tuning(folder, name)[0].arm.config
             results = _trained(study, folder, name, is_final)
             if config.method == "exact" or not results:
                 continue
-            values = [100 * (each.perplexity / level - 1) for each in results]
+            values = [
+                100 * (result.perplexity / exact[seed].perplexity - 1)
+                for seed, result in results.items()
+                if seed in exact
+            ]
             spread = statistics.stdev(values) if len(values) > 1 else 0.0
-            held = 100 * results[0].predicted_bytes / x_bytes
-            found.append(Point(name, config, held, statistics.mean(values), spread, is_final))
+            one = next(iter(results.values()))
+            held = 100 * one.predicted_bytes / x_bytes
+            above = statistics.mean(values)
+            found.append(Point(name, config, held, above, spread, is_final, one.lr_factor))
     return found
 
 
 def slope(study: Study, folder: Path) -> float | None:
     """d ln perplexity / d ln steps of exact training, between the short and the final trainings."""
-    short, final = (_trained(study, folder, _exact(study), is_final) for is_final in (False, True))
+    short, final = (
+        [*_trained(study, folder, _exact(study), is_final).values()] for is_final in (False, True)
+    )
     if not final:
         return None
     ratio = statistics.mean(each.perplexity for each in final) / short[0].perplexity
@@ -75,11 +84,12 @@ def _exact(study: Study) -> str:
     return next(name for name, values in study.cells.items() if values == {"method": "exact"})
 
 
-def _trained(study: Study, folder: Path, cell: str, is_final: bool) -> list[Any]:
-    """Results of the final trainings, or of the best short one; without those that diverged."""
+def _trained(study: Study, folder: Path, cell: str, is_final: bool) -> dict[int, Any]:
+    """Results of the final trainings, or of the best short one, by seed; none that diverged."""
     runs = study.final(folder, cell) if is_final else study.tuning(folder, cell)
-    results = [run.result for run in runs if run.result and run.result.perplexity]
-    return results if is_final else sorted(results, key=lambda result: result.perplexity)[:1]
+    found = [(run.config.seed, run.result) for run in runs if run.result and run.result.perplexity]
+    best_last = sorted(found, key=lambda each: -each[1].perplexity)  # type: ignore[operator]
+    return dict(best_last)
 
 
 def step_times(records: list[dict[str, Any]], shape: str) -> dict[tuple[str, float], float]:
@@ -100,8 +110,10 @@ def step_times(records: list[dict[str, Any]], shape: str) -> dict[tuple[str, flo
 def title(study: Study) -> str:
     """What is compared, and what the marks are."""
     short, final = study.tune_steps or study.base["steps"], study.base["steps"]
-    marks = f"filled: {len(study.seeds)} seeds, {final:,} steps; hollow: one seed, {short:,} steps"
-    return f"{study.name}, every cell at its best rate. {marks}"
+    return (
+        f"Study {study.name}: filled, {len(study.seeds)} seeds, {final:,} steps; hollow, one seed, "
+        f"{short:,} steps\nall at their best rate, triangles with a quarter of it on q, k and v"
+    )
 
 
 def bytes_plot(found: list[Point], title: str) -> bytes:
@@ -141,8 +153,8 @@ def time_plot(
         axes.axvline(100, color="grey", lw=0.8)
         axes.set_xlim(low - 2, high + 4)
         _name(axes, known)
-        axes.set_xlabel(f"time of a step of LLaMA {shape}, compiled (% of exact's)")
-    figure.suptitle(title)
+        axes.set_xlabel(f"time of a compiled step of LLaMA {shape} (% of exact's)")
+    figure.suptitle(f"{title}\nPerplexities are the study's in both panels")
     return png(figure)
 
 
@@ -156,7 +168,8 @@ def _draw(axes: Any, placed: list[tuple[Point, float]]) -> None:
         axes.plot([place for _, place in mine], [p.above for p, _ in mine], ":", color=colour, lw=1)
         for point, place in mine:
             face = colour if point.is_final else "white"
-            axes.errorbar(place, point.above, point.spread, fmt="o", ms=8, color=colour, mfc=face,
+            mark = "o" if point.lr_factor == 1 else "v"
+            axes.errorbar(place, point.above, point.spread, fmt=mark, ms=8, color=colour, mfc=face,
                           capsize=3)  # fmt: skip
     percent_axis(axes)
 

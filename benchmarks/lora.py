@@ -1,7 +1,7 @@
 """LoRA on q, k and v of an 8B LLaMA: peak memory and tokens/s of PEFT's LoRA and its rivals.
 
-    python benchmarks/lora.py benchmarks/results/h100/lora.jsonl        # 80 GB, 3 minutes
-    python benchmarks/lora.py /tmp/lora.jsonl --tiny                    # to see it run
+    python benchmarks/lora.py benchmarks/results/h200/lora.jsonl        # 80 GB, 3 minutes
+    python benchmarks/lora.py lora.jsonl --tiny                         # to see it run
 
 Llama-3-8B's shape with random bf16 weights, PEFT's defaults (r = 8), a bare loop with AdamW. All
 arms share the base weights and take turns; first without, then with gradient checkpointing.

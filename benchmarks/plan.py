@@ -1,8 +1,8 @@
 """What ``pamm plan`` predicts, against what a training step on a GPU takes.
 
-    python benchmarks/plan.py benchmarks/results/plan.jsonl
+    python benchmarks/plan.py benchmarks/results/h200/plan.jsonl
 
-Bytes kept for backward: ``memory_allocated`` after forward less before it. Peak: of the second
+Bytes kept for backward: ``memory_allocated`` after forward less before it. Peak: of the third
 step, when gradients are fresh and AdamW's states are there. LLaMA and BERT, random weights.
 """
 

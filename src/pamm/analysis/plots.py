@@ -84,7 +84,7 @@ def speed_bars(speeds: Mapping[str, Mapping[str, float]]) -> Figure:
     """
     arms = list(dict.fromkeys(arm for case in speeds.values() for arm in case))
     most = max((len(case) for case in speeds.values()), default=1)
-    figure, axes = new_figure(max(6, 1.2 + 0.23 * most * len(speeds)), 4.5)
+    figure, axes = new_figure(max(6, 1.2 + 0.32 * most * len(speeds)), 4.5)
     width = 0.9 / max(most, 1)
     palette = colours(["exact", *arms])
     for arm in arms:
@@ -97,6 +97,7 @@ def speed_bars(speeds: Mapping[str, Mapping[str, float]]) -> Figure:
     axes.axhline(0, color="black", lw=1)
     axes.set_xticks(range(len(speeds)), list(speeds))
     axes.set_ylabel("tokens/s against exact training (%)")
+    axes.set_title("Whole training steps of LLaMA shapes")
     axes.margins(y=0.15)
     axes.spines[["top", "right", "bottom"]].set_visible(False)
     axes.legend(frameon=False)

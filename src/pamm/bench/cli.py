@@ -18,8 +18,8 @@ Results = Annotated[
 Arms = Annotated[
     str,
     typer.Option(
-        help="What to compare: exact, pamm, paper (its own operations) and other methods, each also "
-        "with a ratio of its own: subspace:1/8."
+        help="What to compare: exact, pamm, paper (its own operations) and other methods, each "
+        "also with a ratio of its own: subspace:1/8."
     ),
 ]
 Shapes = Annotated[
