@@ -38,7 +38,11 @@ MADE = {
     "errors": lambda: figures.errors([r for r in rows() if r["tolerance"] is None], "title"),
     "tolerance": lambda: figures.over_tolerance(rows()[::2], "total", "relative error", "title"),
     "methods": lambda: figures.methods(
-        [{"method": m, "held_bytes_per_token": b, "total": 1 / b} for m in "ab" for b in (1, 5)],
+        [
+            {"method": m, "held_bytes_per_token": b, "total": 1 / b, "bias": bias / b}
+            for m, bias in (("a", 0.5), ("b", 0.0))
+            for b in (1, 5)
+        ],
         "title",
     ),
     "bound": lambda: figures.bound(BOUND, 100, "title"),

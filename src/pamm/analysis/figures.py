@@ -92,11 +92,12 @@ def over_tolerance(
 
 
 def methods(rows: Rows, title: str) -> Figure:
-    """Total error of every method over the bytes that it holds, for one projection.
+    """Error of every method over the bytes that it holds, for one projection, and what of it is
+    bias, where draws tell it from nothing.
 
     What holds nothing of X has no place on the axis: a line across, for each ratio.
     """
-    figure, axes = new_figure(8, 5)
+    figure, axes = new_figure(9, 5)
     for number, name in enumerate(dict.fromkeys(row["method"] for row in rows)):
         colour = COLOURS[(number + 1) % len(COLOURS)]
         of_it = [row for row in rows if row["method"] == name]
@@ -107,6 +108,10 @@ def methods(rows: Rows, title: str) -> Figure:
             continue
         points = sorted((row["held_bytes_per_token"], row["total"]) for row in of_it)
         axes.plot(*zip(*points, strict=True), "o-", ms=4, color=colour, label=name)
+        biased = sorted((row["held_bytes_per_token"], row["bias"]) for row in of_it if row["bias"])
+        if len(biased) == len(points):
+            axes.plot(*zip(*biased, strict=True), "o:", ms=4, mfc="white", color=colour,
+                      label=f"{name}, bias")  # fmt: skip
     axes.set_xscale("log")
     axes.set_yscale("log")
     plain_numbers(axes.xaxis)
@@ -115,7 +120,7 @@ def methods(rows: Rows, title: str) -> Figure:
     axes.set_ylabel("relative L2 error (log scale)")
     axes.set_title(title)
     axes.grid(alpha=0.25, which="both")
-    axes.legend(edgecolor="none", framealpha=0.9)
+    figure.legend(frameon=False, fontsize=9, loc="outside right upper")
     return figure
 
 
