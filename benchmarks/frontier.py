@@ -54,17 +54,14 @@ def points(study: Study, folder: Path) -> list[Point]:
         for name in study.cells:
             config = study.tuning(folder, name)[0].arm.config
             results = _trained(study, folder, name, is_final)
-            if config.method == "exact" or not results:
+            seeds = [seed for seed in results if seed in exact]
+            if config.method == "exact" or not seeds:
                 continue
-            values = [
-                100 * (result.perplexity / exact[seed].perplexity - 1)
-                for seed, result in results.items()
-                if seed in exact
-            ]
-            spread = statistics.stdev(values) if len(values) > 1 else 0.0
-            one = next(iter(results.values()))
-            held = 100 * one.predicted_bytes / x_bytes
+            values = [100 * (results[s].perplexity / exact[s].perplexity - 1) for s in seeds]
             above = statistics.mean(values)
+            spread = statistics.stdev(values) if len(values) > 1 else 0.0
+            one = results[seeds[0]]
+            held = 100 * one.predicted_bytes / x_bytes
             found.append(Point(name, config, held, above, spread, is_final, one.lr_factor))
     return found
 
