@@ -93,6 +93,13 @@ SETTINGS = {
 }
 
 
+@pytest.mark.parametrize("method", ["subspace", "uniform_crs", "compact", "exact"])
+def test_other_methods_take_adapters_in_fp32_on_a_base_in_bf16(method: str) -> None:
+    model = lora()
+    pamm.convert(model, pamm.PammConfig(method, ratio=1 / 2))
+    assert_as_peft(model, lora())
+
+
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
 class TestTraining:
     def test_all_but_the_gradient_of_lora_A_is_as_in_peft(self, settings: dict[str, Any]) -> None:

@@ -63,3 +63,13 @@ def test_products_are_as_exact_as_their_dtype(dtype: torch.dtype) -> None:
     truth = grad.double().T @ projected.double() @ directions.double().T
     plain = grad.T @ projected @ directions.to(dtype).T
     assert_implementation_error(method.weight_grad((projected, seeds), grad), plain, truth)
+
+
+def test_a_gradient_of_another_dtype_than_x_gives_one_of_its_own() -> None:
+    """As in PEFT, whose adapters are fp32 by default, on a base in bf16."""
+    x, grad = torch.randn(20, 12).bfloat16(), torch.randn(20, 7)
+    method = CompAct(PammConfig("compact", ratio=1 / 2))
+    projected, seeds = method.compress(x, Stream().draw)
+    made = method.weight_grad((projected, seeds), grad)
+    assert made.dtype == torch.float32
+    assert torch.equal(made, method.weight_grad((projected.float(), seeds), grad))

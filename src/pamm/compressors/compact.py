@@ -40,7 +40,8 @@ class CompAct(Memoryless):
         wide = accumulation_dtype(grad.dtype)
         with ops.no_autocast(grad):
             directions = _gaussian(seeds, projected.shape[1])
-            return ((grad.T @ projected).to(wide) @ directions.to(wide).T).to(grad.dtype)
+            inner = (grad.T @ projected.to(grad.dtype)).to(wide)
+            return (inner @ directions.to(wide).T).to(grad.dtype)
 
     def state_bytes(self, tokens: int, in_features: int, dtype: torch.dtype) -> int:
         """k' numbers for each token, and the seed."""
