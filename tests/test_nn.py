@@ -9,10 +9,12 @@ import torch
 from torch import nn
 
 import pamm
+from pamm.config import METHODS
 from pamm.nn import PammLinear, groups
 from tests.helpers import (
     NAMES,
     Attention,
+    Block,
     Model,
     counted_compressions,
     pamm_layers,
@@ -66,6 +68,20 @@ def test_a_few_steps_with_every_row_kept_follow_exact_training() -> None:
             optimizer.step()
     for one, other in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.allclose(one, other, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(0, 16), (2, 0, 16)])
+@pytest.mark.parametrize("method", METHODS)
+def test_without_tokens_gradients_are_zero(method: str, shape: tuple[int, ...]) -> None:
+    model = Block()
+    pamm.convert(model, pamm.PammConfig(method), example=torch.randn(2, 8, 16))
+    x = torch.zeros(shape, requires_grad=True)
+    y = model(x)
+    y.sum().backward()
+    assert y.shape == shape
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        assert not parameter.grad.any()
 
 
 class TestInert:

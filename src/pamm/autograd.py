@@ -51,7 +51,7 @@ class CompressedLinear(torch.autograd.Function):
         rows = grad.reshape(-1, grad.shape[-1])
         grad_x = None
         if needs_x:
-            grad_x = (rows @ weight).to(ctx.dtype).reshape(*grad.shape[:-1], -1)
+            grad_x = (rows @ weight).to(ctx.dtype).reshape(*grad.shape[:-1], weight.shape[1])
         grad_weight = ctx.compressor.weight_grad(tuple(state), rows) if needs_weight else None
         grad_bias = grad.sum_to_size(grad.shape[-1]) if needs_bias else None
         return grad_x, None, grad_weight, grad_bias, None, *(None for _ in state)

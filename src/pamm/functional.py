@@ -177,5 +177,5 @@ def linear_from_state(
         # autograd would forbid changes in place.
         other = None if other is None else other.view(-1, x.shape[-1])
         y = CompressedLinear.apply(x.view(-1, x.shape[-1]), other, weight, bias, method, *state)
-        return y.view(*x.shape[:-1], -1)
+        return y.view(*x.shape[:-1], weight.shape[0])  # of no tokens -1 could be anything
     return CompressedLinear.apply(x, other, weight, bias, method, *state)
