@@ -25,6 +25,17 @@ class Block(nn.Module):
         return out if attention_mask is None else out * attention_mask[..., None]
 
 
+class Normed(nn.Module):
+    """The norm can make X again, as the method ``sampled`` wants."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.block = nn.LayerNorm(8), Block()
+
+    def forward(self, x: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+        return self.block(self.norm(x), attention_mask)
+
+
 def test_no_row_of_padding_is_drawn_and_the_others_alike() -> None:
     stream = Stream(seed=3)
     stream.valid = torch.arange(40) % 4 == 0  # 10 rows
@@ -78,6 +89,69 @@ def test_one_generator_is_never_lost_to_padding() -> None:
     assert lost() == 0
     stop()
     assert lost() > 30
+
+
+def gradient(config: pamm.PammConfig, *, skips: bool) -> torch.Tensor:
+    """Of the query, of 8 passes with 8 tokens, 4 of them no padding, and 8 features."""
+    torch.manual_seed(0)
+    x, mask = torch.randn(2, 4, 8), torch.tensor([[1, 1, 0, 0]] * 2)
+    model = Normed()
+    pamm.convert(model, config, example=x)
+    if skips:
+        skip_padding(model)
+    for _ in range(8):
+        model(x, attention_mask=mask).square().sum().backward()
+    assert model.block.query.weight.grad is not None
+    return model.block.query.weight.grad
+
+
+def test_generators_for_every_row_are_drawn_by_the_mask() -> None:
+    config = pamm.PammConfig(ratio=1 / 4)
+    assert not torch.equal(gradient(config, skips=True), gradient(config, skips=False))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        # These scale by all rows, so they must draw among all.
+        pamm.PammConfig("uniform_crs", ratio=1 / 4),
+        pamm.PammConfig(ratio=1 / 4, tolerance=0.0),
+        pamm.PammConfig(ratio=1 / 4, tolerance=0.5),
+        # These draw an offset, or features, here as many as there are tokens.
+        pamm.PammConfig("sampled", ratio=1 / 4),
+        pamm.PammConfig("subspace", ratio=1 / 4),
+        pamm.PammConfig("compact", ratio=1 / 4),
+    ],
+    ids=lambda config: f"{config.method}-{config.tolerance}",
+)
+def test_no_other_draw_is_changed(config: pamm.PammConfig) -> None:
+    assert torch.equal(gradient(config, skips=True), gradient(config, skips=False))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pamm.PammConfig("uniform_crs", ratio=1 / 4),
+        pamm.PammConfig(ratio=1 / 4, tolerance=0.0),
+        pamm.PammConfig("sampled", ratio=1 / 4),
+    ],
+    ids=lambda config: config.method,
+)
+def test_the_mean_gradient_is_the_exact_one(config: pamm.PammConfig) -> None:
+    model, exact = Normed(), Normed()
+    exact.load_state_dict(model.state_dict())
+    x, mask = torch.randn(4, 10, 8), (torch.arange(10) < 3).long().expand(4, 10)
+    exact(x, attention_mask=mask).sum().backward()
+    pamm.convert(model, config, example=x)
+    skip_padding(model)
+    draws = 500
+    for _ in range(draws):
+        (model(x, attention_mask=mask).sum() / draws).backward()
+    mean, truth = model.block.query.weight.grad, exact.block.query.weight.grad
+    assert mean is not None
+    assert truth is not None
+    # Drawing among 12 tokens and scaling by all 40 would give 3.3.
+    assert float((mean * truth).sum() / truth.square().sum()) == pytest.approx(1, abs=0.2)
 
 
 def test_a_pass_without_a_mask_forgets_the_last_one() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from pamm.compressors import Compressor, Pamm
 from pamm.errors import PammError
 from pamm.nn import groups
 
@@ -14,8 +15,10 @@ def skip_padding(model: nn.Module, argument: str = "attention_mask") -> Callable
 
     The gradient of a padded row is zero where the loss does not read it, so a generator that is
     one is lost; with k = 1 it can be the only one. k stays what the ratio says of all rows.
-    Where a group has other rows than the mask (a vision tower), it draws as before.
-    For eager models: the mask lies outside a compiled graph.
+    Where a group has other rows than the mask (a vision tower), it draws as before. So does every
+    other method than PAMM's without a tolerance: ``uniform_crs`` and a finite tolerance scale the
+    gradient by all rows, and are unbiased only if they draw among all; the other methods draw no
+    rows to keep. For eager models: the mask lies outside a compiled graph.
 
     Args:
         model: converted; call this after ``convert``.
@@ -35,9 +38,10 @@ def skip_padding(model: nn.Module, argument: str = "attention_mask") -> Callable
         >>> stop = skip_padding(model)
         >>> stop()
     """
-    streams = [group.stream for group in groups(model)]
-    if not streams:
+    found = groups(model)
+    if not found:
         raise PammError("this model has no PAMM layers; call pamm.convert(model) first.")
+    streams = [group.stream for group in found if _keeps_every_row(group.method)]
 
     def remember(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         mask = kwargs.get(argument)
@@ -56,3 +60,8 @@ def skip_padding(model: nn.Module, argument: str = "attention_mask") -> Callable
             stream.valid = None
 
     return stop
+
+
+def _keeps_every_row(method: Compressor) -> bool:
+    """Whether a generator stands for every row, so that the draw decides no scale."""
+    return isinstance(method, Pamm) and method.config.tolerance is None

@@ -44,7 +44,7 @@ class Stream:
         # The position, and two words of a key.
         self._state = torch.tensor([0, *key], device=None if _is_meta(device) else device)
         self._backend = backend
-        # Which rows are no padding (pamm.padding); None where that is not known.
+        # Which rows are no padding (pamm.padding); None where that is not known, or of no use.
         self.valid: Tensor | None = None
 
     @property

@@ -24,7 +24,8 @@ class GlueConfig(FinetuneConfig):
         factor_task: on which the factor is chosen.
         batch_sizes: of tasks that have another.
         max_length: tokens of a row, at most.
-        skip_padding: whether padding is left out where generators are drawn.
+        skip_padding: whether padding is left out where generators are drawn, by PAMM without a
+            tolerance.
     """
 
     tasks: tuple[str, ...]
