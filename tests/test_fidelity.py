@@ -15,7 +15,8 @@ NAME = "layers.{}.attention.{{q_proj,k_proj,v_proj}}"
 def converted(**changes: object) -> Model:
     torch.manual_seed(0)
     model = Model()
-    pamm.convert(model, pamm.PammConfig(**{"ratio": 1 / 8, **changes}))  # type: ignore[arg-type]
+    config = pamm.PammConfig(**{"ratio": 1 / 8, **changes})  # type: ignore[arg-type]
+    pamm.convert(model, config, example=torch.zeros(X))
     return model
 
 
@@ -97,6 +98,23 @@ def test_rows_that_are_dropped_are_counted(changes: dict[str, object]) -> None:
     with watch(model) as watched:
         model(torch.randn(X)).sum().backward()
     assert watched.metrics()["dropped_share"] == pytest.approx(1 - 1 / 8, abs=1e-6)
+
+
+@pytest.mark.parametrize("method", ["subspace", "compact", "sampled", "exact"])
+def test_other_methods_drop_none(method: str) -> None:
+    model = converted(method=method)
+    with watch(model) as watched:
+        model(torch.randn(X)).square().sum().backward()
+    assert watched.metrics()["dropped_share"] == 0
+    assert 0 < watched.metrics()[f"cosine/{NAME.format(1)}"] < 1 + 1e-6
+
+
+@pytest.mark.parametrize("method", ["exact", "sampled"])
+def test_layers_that_run_twice_before_backward_compare_each_pass(method: str) -> None:
+    model = converted(method=method, ratio=1.0)
+    with watch(model) as watched:
+        (model(torch.randn(X)) + model(torch.randn(X))).square().sum().backward()
+    assert watched.metrics()[f"cosine/{NAME.format(1)}"] == pytest.approx(1.0)
 
 
 def test_the_middle_group_is_compared_unless_others_are_chosen() -> None:

@@ -13,7 +13,6 @@ from pamm.errors import PammError
 from pamm.nn import Pamm, groups, is_pamm
 from pamm.sharing import Group
 from pamm.stream import Draw
-from pamm.types import Compressed
 
 
 class Watched:
@@ -35,7 +34,7 @@ class Watched:
         ran = [each for each in self._groups.values() if each.tokens]
         if not ran:
             return {}
-        dropped = sum(float(each.dropped) for each in ran)
+        dropped = sum(float(each.lost) for each in ran)
         numbers = {
             "held_bytes": float(sum(each.held for each in ran)),
             "dropped_share": dropped / sum(each.tokens for each in ran),
@@ -96,7 +95,7 @@ def watch(model: nn.Module, chosen: Iterable[str] | None = None) -> Iterator[Wat
         for name, layers in picked.items():
             for layer in layers:
                 if layer not in made:
-                    made[layer] = _LayerWatcher(watched._groups[layer.pamm_group.name])
+                    made[layer] = _LayerWatcher(layer.pamm_group.method)
                     layer.pamm_watcher = made[layer]
             watched._layers[name] = [made[layer] for layer in layers]
         yield watched
@@ -166,6 +165,9 @@ class _StandIn:
     def weight_grad(self, state: State, grad: Float[Tensor, "tokens m"]) -> Float[Tensor, "m n"]:
         return self._method.weight_grad(state, grad)
 
+    def dropped(self, state: State, tokens: int) -> Tensor | float:
+        return self._method.dropped(state, tokens)
+
     def state_bytes(self, tokens: int, in_features: int, dtype: torch.dtype) -> int:
         return self._method.state_bytes(tokens, in_features, dtype)
 
@@ -175,38 +177,32 @@ class _Watcher(_StandIn):
 
     def __init__(self, method: Compressor) -> None:
         super().__init__(method)
-        self.x: Tensor | None = None
-        self.is_compared = False
         self.held, self.tokens = 0, 0
-        self.dropped: Tensor | float = 0.0
+        self.lost: Tensor | float = 0.0
 
     def compress(self, x: Float[Tensor, "tokens n"], draw: Draw) -> State:
         state = super().compress(x, draw)
         # A layer that checkpointing runs again compresses again: the last state counts.
         self.held = sum(tensor.untyped_storage().nbytes() for tensor in state)
         self.tokens = len(x)
-        self.dropped = 0.0
-        if len(state) == len(Compressed._fields):
-            self.dropped = len(x) * (1 - 1 / Compressed(*state).normalization)
-        elif len(state) == 2:  # sampled rows and their numbers
-            self.dropped = float(len(x) - len(state[1]))
-        if self.is_compared:
-            self.x = x.detach()
+        self.lost = self.dropped(state, len(x))
         return state
 
 
 class _LayerWatcher(_StandIn):
-    """One that compares the weight gradient of a layer with the exact one."""
+    """One that compares the weight gradient of a layer with the exact one.
 
-    def __init__(self, group: _Watcher) -> None:
-        super().__init__(group)
-        self._group = group
-        group.is_compared = True
+    X follows the state, so that each pass of a layer that runs several times has its own.
+    """
+
+    def __init__(self, method: Compressor) -> None:
+        super().__init__(method)
+        self.needs_x = True
         self.products: Tensor | None = None
 
     def weight_grad(self, state: State, grad: Float[Tensor, "tokens m"]) -> Float[Tensor, "m n"]:
-        made, x = super().weight_grad(state, grad), self._group.x
-        assert x is not None
+        x = state[-1]
+        made = super().weight_grad(state if self._method.needs_x else state[:-1], grad)
         with torch.autocast(grad.device.type, enabled=False):
             approximate, exact = made.double(), (grad.float().T @ x.float()).double()
             pairs = (approximate, approximate), (exact, exact), (approximate, exact)

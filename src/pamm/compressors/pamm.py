@@ -26,6 +26,10 @@ class Pamm(Memoryless):
         """(beta C.T @ B~).T, where B~_j is the alpha-weighted sum of the gradients of group j."""
         return ops.weight_grad(Compressed(*state), grad, self.config.backend)
 
+    def dropped(self, state: State, tokens: int) -> Tensor | float:
+        """Those that the tolerance dropped: beta = b / (b - dropped)."""
+        return tokens * (1 - 1 / Compressed(*state).normalization)
+
     def state_bytes(self, tokens: int, in_features: int, dtype: torch.dtype) -> int:
         """k n numbers, and for each token a number and a small integer; beta is 4 bytes."""
         k = self.config.generators(tokens)

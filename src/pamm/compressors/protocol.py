@@ -43,13 +43,19 @@ class Compressor(Protocol):
         """An approximation of (X.T @ G).T, in the layout of ``nn.Linear.weight`` and G's dtype."""
         ...
 
+    def dropped(self, state: State, tokens: int) -> Tensor | float:
+        """How many of the tokens have no part in this state."""
+        ...
+
     def state_bytes(self, tokens: int, in_features: int, dtype: torch.dtype) -> int:
         """Bytes of the state, exactly as ``compress`` will return it."""
         ...
 
 
 class Memoryless:
-    """The part of the protocol that methods share which carry nothing from step to step."""
+    """The part of the protocol that methods share which carry nothing from step to step; most of
+    them drop no token either.
+    """
 
     needs_x = False
 
@@ -65,3 +71,7 @@ class Memoryless:
 
     def advance(self, x: Float[Tensor, "tokens n"]) -> None:
         """Nothing to learn."""
+
+    def dropped(self, state: State, tokens: int) -> Tensor | float:
+        """None of them."""
+        return 0.0

@@ -66,6 +66,10 @@ class Subspace:
             inner = (grad.T @ z.to(grad.dtype)).to(scale.dtype) * scale
             return inner.to(grad.dtype) @ basis.T.to(grad.dtype)
 
+    def dropped(self, state: State, tokens: int) -> Tensor | float:
+        """None of them."""
+        return 0.0
+
     def state_bytes(self, tokens: int, in_features: int, dtype: torch.dtype) -> int:
         """k / 3 bytes and two numbers a token; a scale and n numbers for each direction."""
         fine, coarse, fresh = subspace.directions(self.config.ratio, in_features)

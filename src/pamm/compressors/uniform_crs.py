@@ -33,6 +33,11 @@ class UniformCRS(Memoryless):
             scale = len(grad) / max(len(index), 1)
             return (scale * (grad[index].to(wide).T @ rows.to(wide))).to(grad.dtype)
 
+    def dropped(self, state: State, tokens: int) -> Tensor | float:
+        """All but the sampled ones."""
+        _, index = state
+        return float(tokens - len(index))
+
     def state_bytes(self, tokens: int, in_features: int, dtype: torch.dtype) -> int:
         """k rows and k row numbers."""
         k = self.config.generators(tokens)
