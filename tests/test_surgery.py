@@ -130,6 +130,19 @@ class TestNothing:
         with pytest.raises(pamm.NothingToConvertError, match="not selected by include"):
             pamm.convert(Model(), include="encoder.*")
 
+    @pytest.mark.parametrize("method", ["recompute", "sampled"])
+    def test_an_example_that_does_not_fit_the_model(self, method: str) -> None:
+        with pytest.raises(pamm.NothingToConvertError, match=r"No forward pass.*9") as refused:
+            pamm.convert(Model(), pamm.PammConfig(method), example=torch.randn(4, 9))
+        assert "example" not in str(refused.value)
+
+    def test_an_example_that_does_not_run_the_layers(self) -> None:
+        model = Model()
+        model.add_module("other", Attention())
+        config = pamm.PammConfig("recompute")
+        with pytest.raises(pamm.NothingToConvertError, match="give an example that runs these"):
+            pamm.convert(model, config, include="other.*", example=torch.randn(2, 5, 16))
+
     def test_converting_twice(self) -> None:
         model = Model()
         pamm.convert(model, CONFIG)

@@ -5,8 +5,9 @@ is replaced: the projections themselves change class. So every model whose atten
 ``q_proj``, ``k_proj`` and ``v_proj`` works, without a list of models.
 """
 
+import dataclasses
 import fnmatch
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from torch import Tensor, nn
 
@@ -75,7 +76,7 @@ def convert(
     refuse_bypasses(model)
     found, report = _survey(model, config, include, exclude, targets, widen, example)
     if not found:
-        raise NothingToConvertError(_nothing(model, targets, report.skipped))
+        raise NothingToConvertError(_nothing(model, targets, report))
     for group in found:
         _convert(model, group, config)
     return report
@@ -113,6 +114,8 @@ def _survey(
     found: list[Found] = []
     skipped = []
     for group in find(model, targets, inputs, widen):
+        if problem:  # which the error says once, for all groups
+            group = dataclasses.replace(group, no_source="no forward pass tells what makes X")
         reason = _reason(group, config, include, exclude) or fused(model, group.layers)
         if config.recomputes and is_cast(model, group.layers):
             reason = "PEFT casts X to the dtype of the adapter, and the copy is not made again"
@@ -286,12 +289,14 @@ def _obstacle(layers: dict[str, nn.Module]) -> str | None:
     return None
 
 
-def _nothing(model: nn.Module, targets: list[str], skipped: Sequence[SkippedGroup]) -> str:
+def _nothing(model: nn.Module, targets: list[str], report: Report) -> str:
     kind = type(model).__name__
-    if skipped:
-        lines = [f"{name}: {reason}" for name, reason in merge_skipped(skipped)]
+    if report.skipped:
+        lines = [f"{name}: {reason}" for name, reason in merge_skipped(report.skipped)]
         more = f" (and {len(lines) - 3} more)" if len(lines) > 3 else ""
-        return f"no group of {kind} was converted. {'; '.join(lines[:3])}{more}."
+        why = report.config.recomputes and report.problem
+        problem = f" No forward pass could run: {why}." if why else ""
+        return f"no group of {kind} was converted. {'; '.join(lines[:3])}{more}.{problem}"
     looked_for = ", ".join("/".join(names) for target in targets for names in TARGETS[target])
     return (
         f"{kind} has no {' or '.join(targets)} projections named {looked_for} as children of one "
