@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 import pamm
 from pamm.groups import TARGETS
@@ -157,6 +158,24 @@ class TestNothing:
 
     def test_reverting_an_unconverted_model_is_harmless(self) -> None:
         assert pamm.revert(Model()) == 0
+
+    @pytest.mark.parametrize(
+        ("method", "name"),
+        [("pamm", "q_proj"), ("recompute", "q_proj"), ("sampled", "q_proj"), ("sampled", "norm")],
+    )
+    def test_reverting_under_a_parametrization(self, method: str, name: str) -> None:
+        model, x = Model(layers=2), torch.randn(2, 5, 16)
+        pamm.convert(model, pamm.PammConfig(method), example=x)
+        layer = model.layers[1].get_submodule("norm" if name == "norm" else f"attention.{name}")
+        parametrize.register_parametrization(layer, "weight", nn.Identity())
+        before = [type(module) for module in model.modules()]
+        with pytest.raises(pamm.PammError, match=rf"layers\.1\.\S*{name} is .*Remove it before"):
+            pamm.revert(model)
+        assert [type(module) for module in model.modules()] == before
+        model(x).sum().backward()
+        parametrize.remove_parametrizations(layer, "weight")
+        assert pamm.revert(model) == 6
+        assert type(layer) is (nn.LayerNorm if name == "norm" else nn.Linear)
 
     def test_seeking_in_an_unconverted_model(self) -> None:
         with pytest.raises(pamm.PammError, match="no PAMM layers"):

@@ -24,6 +24,7 @@ from pamm.recompute import Recomputing, attach, detach
 from pamm.report import ConvertedGroup, Report, SkippedGroup, merge_skipped
 from pamm.sharing import Group
 from pamm.stream import Stream
+from pamm.swap import refuse_covered
 
 Selector = str | Iterable[str] | Callable[[str], bool] | None
 
@@ -174,7 +175,12 @@ def _convert(model: nn.Module, found: Found, config: PammConfig) -> None:
 
 
 def revert(model: nn.Module) -> int:
-    """Give every converted layer its own class again; returns how many there were."""
+    """Give every converted layer its own class again; returns how many there were.
+
+    Raises:
+        PammError: if a layer was parametrized since (``weight_norm``); nothing is changed then.
+    """
+    refuse_covered(model)
     layers = [m for m in model.modules() if is_pamm(m) or isinstance(m, Recomputing)]
     detach(model)  # first: what it mixed in came last
     for layer in layers:
