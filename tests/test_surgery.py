@@ -188,6 +188,14 @@ class TestNothing:
             pamm.seek(model, -1)
 
 
+@pytest.mark.parametrize("config", [{"ratio": 0.5}, "recompute", {}, ""], ids=repr)
+def test_a_configuration_of_another_kind_is_refused(config: object) -> None:
+    model = Model()
+    with pytest.raises(pamm.PammError, match=r"config is .*give a PammConfig"):
+        pamm.convert(model, config)  # type: ignore[arg-type]
+    assert not pamm_layers(model)
+
+
 class TestReport:
     def test_counts_what_is_held_in_each_counting(self) -> None:
         """LLaMA 60M at r = 1/512: the paper's tables say 256 MB exact and 3.5 MB."""

@@ -64,8 +64,8 @@ def convert(
     Raises:
         NothingToConvertError: if no group was converted. Says what was looked for.
         PartialGroupError: if ``include`` and ``exclude`` cut through a group.
-        PammError: if ``targets`` has an unknown name, or a framework computes q, k and v around the
-            layers (``pamm.bypass``).
+        PammError: if ``config`` is no ``PammConfig``, ``targets`` has an unknown name, or a
+            framework computes q, k and v around the layers (``pamm.bypass``).
 
     Example:
         >>> attention = torch.nn.ModuleDict({"query": torch.nn.Linear(8, 8)})
@@ -73,7 +73,7 @@ def convert(
         >>> convert(attention, PammConfig(ratio="1/128")).converted[0].in_features
         8
     """
-    config, targets = config or PammConfig(), _targets(targets)
+    config, targets = _config(config), _targets(targets)
     refuse_bypasses(model)
     found, report = _survey(model, config, include, exclude, targets, widen, example)
     if not found:
@@ -97,7 +97,7 @@ def survey(
         >>> [group.layers for group in survey(model).converted]
         [('query', 'key', 'value')]
     """
-    config, targets = config or PammConfig(), _targets(targets)
+    config, targets = _config(config), _targets(targets)
     return _survey(model, config, None, None, targets, widen, None)[1]
 
 
@@ -126,6 +126,15 @@ def _survey(
             found.append(group)
     converted = tuple(_described(model, group, config) for group in found)
     return found, Report(config, converted, tuple(skipped), problem)
+
+
+def _config(config: PammConfig | None) -> PammConfig:
+    if not isinstance(config, PammConfig | None):
+        raise PammError(
+            f"config is {config!r}; give a PammConfig, such as PammConfig(ratio=0.5) or "
+            'PammConfig("recompute").'
+        )
+    return config or PammConfig()
 
 
 def _targets(targets: str | Iterable[str]) -> list[str]:
