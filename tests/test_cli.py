@@ -165,6 +165,13 @@ def test_a_bad_file(tmp_path: Path, name: str, content: str | None, parts: list[
     check_refused(call("pretrain", "--config", tmp_path / name), *parts)
 
 
+@pytest.mark.parametrize("name", ["run.yaml", "run.json"])
+@pytest.mark.parametrize("command", [["pretrain", "--config"], ["ablate"]])
+def test_a_file_that_is_no_text(tmp_path: Path, name: str, command: list[str]) -> None:
+    (tmp_path / name).write_bytes(b"\x8f\xff\x00")
+    check_refused(call(*command, tmp_path / name), f"{name} is not text in UTF-8")
+
+
 def test_a_run_folder_of_another_configuration_keeps_every_byte(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "tiny"
     (folder / "exact").mkdir(parents=True)

@@ -41,7 +41,7 @@ THIRD_PARTY = {
     "integrations": {
         *("transformers", "safetensors", "peft", "lightning", "axolotl", "pydantic", "torchtitan")
     },
-    "analysis": {"matplotlib", "transformers", "numpy"},
+    "analysis": {"matplotlib", "transformers", "huggingface_hub", "numpy"},
     "recipes": {
         "transformers",
         "tokenizers",

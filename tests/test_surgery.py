@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 import pamm
 from pamm.groups import TARGETS
@@ -130,6 +131,19 @@ class TestNothing:
         with pytest.raises(pamm.NothingToConvertError, match="not selected by include"):
             pamm.convert(Model(), include="encoder.*")
 
+    @pytest.mark.parametrize("method", ["recompute", "sampled"])
+    def test_an_example_that_does_not_fit_the_model(self, method: str) -> None:
+        with pytest.raises(pamm.NothingToConvertError, match=r"No forward pass.*9") as refused:
+            pamm.convert(Model(), pamm.PammConfig(method), example=torch.randn(4, 9))
+        assert "example" not in str(refused.value)
+
+    def test_an_example_that_does_not_run_the_layers(self) -> None:
+        model = Model()
+        model.add_module("other", Attention())
+        config = pamm.PammConfig("recompute")
+        with pytest.raises(pamm.NothingToConvertError, match="give an example that runs these"):
+            pamm.convert(model, config, include="other.*", example=torch.randn(2, 5, 16))
+
     def test_converting_twice(self) -> None:
         model = Model()
         pamm.convert(model, CONFIG)
@@ -145,6 +159,24 @@ class TestNothing:
     def test_reverting_an_unconverted_model_is_harmless(self) -> None:
         assert pamm.revert(Model()) == 0
 
+    @pytest.mark.parametrize(
+        ("method", "name"),
+        [("pamm", "q_proj"), ("recompute", "q_proj"), ("sampled", "q_proj"), ("sampled", "norm")],
+    )
+    def test_reverting_under_a_parametrization(self, method: str, name: str) -> None:
+        model, x = Model(layers=2), torch.randn(2, 5, 16)
+        pamm.convert(model, pamm.PammConfig(method), example=x)
+        layer = model.layers[1].get_submodule("norm" if name == "norm" else f"attention.{name}")
+        parametrize.register_parametrization(layer, "weight", nn.Identity())
+        before = [type(module) for module in model.modules()]
+        with pytest.raises(pamm.PammError, match=rf"layers\.1\.\S*{name} is .*Remove it before"):
+            pamm.revert(model)
+        assert [type(module) for module in model.modules()] == before
+        model(x).sum().backward()
+        parametrize.remove_parametrizations(layer, "weight")
+        assert pamm.revert(model) == 6
+        assert type(layer) is (nn.LayerNorm if name == "norm" else nn.Linear)
+
     def test_seeking_in_an_unconverted_model(self) -> None:
         with pytest.raises(pamm.PammError, match="no PAMM layers"):
             pamm.seek(Model(), 0)
@@ -154,6 +186,14 @@ class TestNothing:
         pamm.convert(model)
         with pytest.raises(pamm.PammError, match="0 or above"):
             pamm.seek(model, -1)
+
+
+@pytest.mark.parametrize("config", [{"ratio": 0.5}, "recompute", {}, ""], ids=repr)
+def test_a_configuration_of_another_kind_is_refused(config: object) -> None:
+    model = Model()
+    with pytest.raises(pamm.PammError, match=r"config is .*give a PammConfig"):
+        pamm.convert(model, config)  # type: ignore[arg-type]
+    assert not pamm_layers(model)
 
 
 class TestReport:

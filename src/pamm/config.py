@@ -116,6 +116,8 @@ def read_mapping(path: str | Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise PammError(f"cannot read {path}: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise PammError(f"{path} is not text in UTF-8; give a JSON or YAML file.") from error
     try:
         values = json.loads(text) if suffix == "json" else yaml.safe_load(text)
     except (ValueError, yaml.YAMLError) as error:

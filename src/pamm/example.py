@@ -17,7 +17,7 @@ IMAGE, SOUND = 224, 16_000
 def example_of(model: nn.Module) -> dict[str, Tensor] | None:
     """Small inputs by the model's own ``main_input_name`` and ``config``; None if it has none.
 
-    Ids have values; images and sounds have none, whatever their size.
+    Ids have values; images and sounds have none, whatever their size, and the weights' dtype.
     """
     name, config = getattr(model, "main_input_name", None), getattr(model, "config", None)
     makers = {
@@ -29,7 +29,9 @@ def example_of(model: nn.Module) -> dict[str, Tensor] | None:
     }
     if config is None or name not in makers:
         return None
-    inputs = {name: makers[name](config)}
+    made = makers[name](config)
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), made.dtype)
+    inputs = {name: made.to(dtype) if made.is_floating_point() else made}
     if getattr(config, "is_encoder_decoder", False):
         takes = inspect.signature(model.forward).parameters
         if "decoder_input_ids" in takes:

@@ -86,7 +86,7 @@ class Found:
     """Why converting them would free nothing, if so."""
     source: str | None = None
     """The module that makes X and can make it again in backward."""
-    no_source: str = "what makes X is not known without a probe; give convert an example"
+    no_source: str = "no forward pass saw what makes X; give an example that runs these"
     """Why there is none."""
 
     @property

@@ -5,8 +5,9 @@ is replaced: the projections themselves change class. So every model whose atten
 ``q_proj``, ``k_proj`` and ``v_proj`` works, without a list of models.
 """
 
+import dataclasses
 import fnmatch
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from torch import Tensor, nn
 
@@ -23,6 +24,7 @@ from pamm.recompute import Recomputing, attach, detach
 from pamm.report import ConvertedGroup, Report, SkippedGroup, merge_skipped
 from pamm.sharing import Group
 from pamm.stream import Stream
+from pamm.swap import refuse_covered
 
 Selector = str | Iterable[str] | Callable[[str], bool] | None
 
@@ -62,8 +64,8 @@ def convert(
     Raises:
         NothingToConvertError: if no group was converted. Says what was looked for.
         PartialGroupError: if ``include`` and ``exclude`` cut through a group.
-        PammError: if ``targets`` has an unknown name, or a framework computes q, k and v around the
-            layers (``pamm.bypass``).
+        PammError: if ``config`` is no ``PammConfig``, ``targets`` has an unknown name, or a
+            framework computes q, k and v around the layers (``pamm.bypass``).
 
     Example:
         >>> attention = torch.nn.ModuleDict({"query": torch.nn.Linear(8, 8)})
@@ -71,11 +73,11 @@ def convert(
         >>> convert(attention, PammConfig(ratio="1/128")).converted[0].in_features
         8
     """
-    config, targets = config or PammConfig(), _targets(targets)
+    config, targets = _config(config), _targets(targets)
     refuse_bypasses(model)
     found, report = _survey(model, config, include, exclude, targets, widen, example)
     if not found:
-        raise NothingToConvertError(_nothing(model, targets, report.skipped))
+        raise NothingToConvertError(_nothing(model, targets, report))
     for group in found:
         _convert(model, group, config)
     return report
@@ -95,7 +97,7 @@ def survey(
         >>> [group.layers for group in survey(model).converted]
         [('query', 'key', 'value')]
     """
-    config, targets = config or PammConfig(), _targets(targets)
+    config, targets = _config(config), _targets(targets)
     return _survey(model, config, None, None, targets, widen, None)[1]
 
 
@@ -113,6 +115,8 @@ def _survey(
     found: list[Found] = []
     skipped = []
     for group in find(model, targets, inputs, widen):
+        if problem:  # which the error says once, for all groups
+            group = dataclasses.replace(group, no_source="no forward pass tells what makes X")
         reason = _reason(group, config, include, exclude) or fused(model, group.layers)
         if config.recomputes and is_cast(model, group.layers):
             reason = "PEFT casts X to the dtype of the adapter, and the copy is not made again"
@@ -122,6 +126,15 @@ def _survey(
             found.append(group)
     converted = tuple(_described(model, group, config) for group in found)
     return found, Report(config, converted, tuple(skipped), problem)
+
+
+def _config(config: PammConfig | None) -> PammConfig:
+    if not isinstance(config, PammConfig | None):
+        raise PammError(
+            f"config is {config!r}; give a PammConfig, such as PammConfig(ratio=0.5) or "
+            'PammConfig("recompute").'
+        )
+    return config or PammConfig()
 
 
 def _targets(targets: str | Iterable[str]) -> list[str]:
@@ -171,7 +184,12 @@ def _convert(model: nn.Module, found: Found, config: PammConfig) -> None:
 
 
 def revert(model: nn.Module) -> int:
-    """Give every converted layer its own class again; returns how many there were."""
+    """Give every converted layer its own class again; returns how many there were.
+
+    Raises:
+        PammError: if a layer was parametrized since (``weight_norm``); nothing is changed then.
+    """
+    refuse_covered(model)
     layers = [m for m in model.modules() if is_pamm(m) or isinstance(m, Recomputing)]
     detach(model)  # first: what it mixed in came last
     for layer in layers:
@@ -286,12 +304,14 @@ def _obstacle(layers: dict[str, nn.Module]) -> str | None:
     return None
 
 
-def _nothing(model: nn.Module, targets: list[str], skipped: Sequence[SkippedGroup]) -> str:
+def _nothing(model: nn.Module, targets: list[str], report: Report) -> str:
     kind = type(model).__name__
-    if skipped:
-        lines = [f"{name}: {reason}" for name, reason in merge_skipped(skipped)]
+    if report.skipped:
+        lines = [f"{name}: {reason}" for name, reason in merge_skipped(report.skipped)]
         more = f" (and {len(lines) - 3} more)" if len(lines) > 3 else ""
-        return f"no group of {kind} was converted. {'; '.join(lines[:3])}{more}."
+        why = report.config.recomputes and report.problem
+        problem = f" No forward pass could run: {why}." if why else ""
+        return f"no group of {kind} was converted. {'; '.join(lines[:3])}{more}.{problem}"
     looked_for = ", ".join("/".join(names) for target in targets for names in TARGETS[target])
     return (
         f"{kind} has no {' or '.join(targets)} projections named {looked_for} as children of one "

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import nn
 
+from pamm.errors import PammError
+
 
 class Swapped(nn.Module):
     """Base of the classes that are mixed into the class of an existing module."""
@@ -35,6 +37,22 @@ def swap(module: nn.Module, mixin: type[Swapped]) -> None:
 def restore(module: Swapped) -> None:
     """Undo ``swap``."""
     module.__class__ = type(module).__bases__[1]
+
+
+def refuse_covered(model: nn.Module) -> None:
+    """Refuse to ``restore`` layers whose class something else has changed since.
+
+    Raises:
+        PammError: names the first such layer.
+    """
+    for name, module in model.named_modules():
+        mixin, *base = type(module).__bases__
+        if isinstance(module, Swapped) and not (base and issubclass(mixin, Swapped)):
+            raise PammError(
+                f"{name or 'the model'} is {type(module).__name__}: a parametrization (or another "
+                "change of its class) was put over the conversion. Remove it before pamm.revert: "
+                "torch.nn.utils.parametrize.remove_parametrizations."
+            )
 
 
 def _rebuild(mixin: type[Swapped], base: type[nn.Module]) -> nn.Module:

@@ -1,6 +1,7 @@
 """``pamm inspect`` and ``pamm plan``, from configurations of small models."""
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -271,6 +272,25 @@ def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
     result = call("inspect", str(tmp_path))
     assert result.exit_code == 2
     assert "cannot read a model's configuration" in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"hidden_size": "a"}, "'hidden_size'"),
+        ({"hidden_size": 65, "num_attention_heads": 4}, "not a multiple"),
+    ],
+)
+def test_values_that_make_no_model_are_refused(
+    tmp_path: Path, changes: dict[str, Any], part: str
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "llama"} | changes))
+    result = call("inspect", str(path))
+    assert result.exit_code == 2
+    message = " ".join(result.stderr.split())
+    assert "is not one of a model" in message
+    assert part in message
 
 
 def test_models_that_take_sound_are_refused_by_name(tmp_path: Path) -> None:

@@ -7,19 +7,31 @@ import pytest
 import torch
 from torch import nn
 from transformers import (
+    ASTConfig,
+    AutoModel,
+    BeitConfig,
     CLIPVisionConfig,
     GPT2Config,
     GPT2LMHeadModel,
+    HubertConfig,
     LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    PretrainedConfig,
+    SegformerConfig,
+    Speech2TextConfig,
+    SwinConfig,
     TrainerState,
+    VideoMAEConfig,
+    Wav2Vec2Config,
+    WhisperConfig,
 )
 
 import pamm
 from pamm.config import PammConfig
 from pamm.integrations.transformers import PammCallback
 from pamm.recompute import Recomputing
+from pamm.surgery import survey
 from tests.helpers import pamm_layers
 
 IDS = torch.arange(40).reshape(2, 20)
@@ -128,3 +140,52 @@ def test_the_callback_takes_recomputing_as_well() -> None:
         callback.on_step_begin(None, state, None, model=model)  # type: ignore[arg-type]
     assert callback.report is not None
     assert len(callback.report.converted) == 2
+
+
+WIDTHS = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
+WAVES = WIDTHS | {
+    "conv_dim": (8, 8),
+    "conv_kernel": (3, 3),
+    "conv_stride": (2, 2),
+    "num_feat_extract_layers": 2,
+    "num_conv_pos_embeddings": 4,
+    "num_conv_pos_embedding_groups": 2,
+}
+SPEECH = {
+    "d_model": 16,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "vocab_size": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 3,
+}
+HEARING_AND_SEEING = [
+    WhisperConfig(**SPEECH),
+    Speech2TextConfig(**SPEECH),
+    Wav2Vec2Config(**WAVES),
+    HubertConfig(**WAVES),
+    ASTConfig(**WIDTHS),
+    VideoMAEConfig(image_size=32, **WIDTHS),
+    BeitConfig(image_size=32, **WIDTHS),
+    SegformerConfig(hidden_sizes=[8] * 4, depths=[1] * 4, decoder_hidden_size=8),
+    SwinConfig(image_size=32, embed_dim=8, depths=[1], num_heads=[2], window_size=4),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("config", HEARING_AND_SEEING, ids=lambda config: config.model_type)
+def test_sounds_and_images_confirm_groups_in_every_dtype(
+    config: PretrainedConfig, dtype: torch.dtype
+) -> None:
+    report = survey(AutoModel.from_config(config).to(dtype))
+    assert report.problem is None
+    assert any(group.confirmed for group in report.converted)

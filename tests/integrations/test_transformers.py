@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import logging
 from pathlib import Path
@@ -13,6 +14,7 @@ from transformers import (
     PhiConfig,
     PhiForCausalLM,
     Trainer,
+    TrainerCallback,
     TrainingArguments,
 )
 
@@ -23,6 +25,7 @@ from pamm.stream import Stream
 from tests.helpers import pamm_layers
 
 CONFIG = pamm.PammConfig(ratio=1 / 8)
+SILENT = {"logging_strategy": "no"}
 
 
 class Text(Dataset[dict[str, Tensor]]):
@@ -212,6 +215,57 @@ def test_a_resumed_run_goes_on_with_the_directions_it_had(tmp_path: Path) -> Non
     trainer(tmp_path, PammCallback(config), resumed).train(resume_from_checkpoint=folder)
     for one, other in zip(straight.parameters(), resumed.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+class TestDirectionsOfACheckpointElsewhere:
+    """``train(resume_from_checkpoint=...)`` does not tell callbacks where that is."""
+
+    CONFIG = pamm.PammConfig("subspace")
+
+    def run(self, folder: Path, seed: int = 0, **changes: Any) -> dict[str, Tensor]:
+        """What the groups carry at the end of two steps of training, without a line in the log."""
+        model, config = llama(), dataclasses.replace(self.CONFIG, seed=seed)
+        made = trainer(folder, PammCallback(config), model, max_steps=2, **SILENT, **changes)
+        made.train()
+        return {name: tensor.clone() for name, tensor in pamm.carried(model).items()}
+
+    def resumed(self, folder: Path, checkpoint: Path, **changes: Any) -> dict[str, Tensor]:
+        """What the groups begin with when ``checkpoint`` goes on in another folder."""
+        model, found = llama(), {}
+
+        class Look(TrainerCallback):
+            def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+                found.update({name: t.clone() for name, t in pamm.carried(model).items()})
+
+        made = trainer(folder, PammCallback(self.CONFIG), model, max_steps=3, **SILENT, **changes)
+        made.add_callback(Look())
+        made.train(resume_from_checkpoint=str(checkpoint))
+        return found
+
+    def test_of_another_folder(self, tmp_path: Path) -> None:
+        carried = self.run(tmp_path / "a")
+        found = self.resumed(tmp_path / "b", tmp_path / "a" / "checkpoint-2")
+        assert all(torch.equal(found[name], tensor) for name, tensor in carried.items())
+
+    def test_not_those_of_the_same_step_of_another_run(self, tmp_path: Path) -> None:
+        carried, others = self.run(tmp_path / "a"), self.run(tmp_path / "b", seed=1)
+        found = self.resumed(tmp_path / "b", tmp_path / "a" / "checkpoint-2")
+        assert all(torch.equal(found[name], tensor) for name, tensor in carried.items())
+        assert not all(torch.equal(found[name], tensor) for name, tensor in others.items())
+
+    @pytest.mark.parametrize("named", [False, True])
+    def test_of_one_that_was_moved(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture, named: bool
+    ) -> None:
+        carried = self.run(tmp_path / "a")
+        self.run(tmp_path / "b", seed=1)
+        moved = (tmp_path / "a" / "checkpoint-2").rename(tmp_path / "moved")
+        changes = {"resume_from_checkpoint": str(moved)} if named else {}
+        found = self.resumed(tmp_path / "b", moved, **changes)
+        assert named == all(torch.equal(found[name], tensor) for name, tensor in carried.items())
+        assert named != ("found anew" in caplog.text)
+        passes = [int(tensor) for name, tensor in found.items() if name.endswith(".passes")]
+        assert passes == ([2, 2] if named else [0, 0])
 
 
 def test_checkpoints_are_those_of_the_exact_model(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
@@ -73,6 +74,11 @@ class Source:
                 f"cannot read a model's configuration from {name!r}: "
                 f"{reason[0] if reason else type(error).__name__} Give a name on the hub, a folder "
                 "with a config.json, or such a file."
+            ) from error
+        except StrictDataclassError as error:
+            raise PammError(
+                f"the configuration {name!r} is not one of a model "
+                f"({' '.join(str(error).split())[:300]}). Correct it."
             ) from error
         names = [each for each in config.architectures or () if hasattr(transformers, each)]
         if names:

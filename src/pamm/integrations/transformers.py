@@ -6,6 +6,7 @@ Both work with the trainers of TRL, which are Trainers.
 import json
 import logging
 import math
+import uuid
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -33,6 +34,9 @@ def _carried_file(args: TrainingArguments) -> str:
     """What each rank's groups carry from step to step; written beside the checkpoints."""
     return f"pamm_carried-{args.process_index}.safetensors"
 
+
+RUN = "pamm_run"
+"""In the Trainer's state, and so in ``trainer_state.json``: the run that wrote a checkpoint."""
 
 SIDE_FILE = "pamm_config.json"
 """Written beside the weights. For people: nothing reads it, and the weights need nothing."""
@@ -144,17 +148,34 @@ class PammCallback(TrainerCallback):
         return {} if self.report is None else self.config.to_dict()
 
     def _resume(self, model: nn.Module, args: TrainingArguments, state: TrainerState) -> None:
-        """Give the groups back what they carried when the checkpoint was written."""
+        """Give the groups back what they carried when the checkpoint was written.
+
+        Callbacks are not told which checkpoint that is. It may lie in this run's folder, in that of
+        the run that wrote it, or where the arguments say; it is the one of the state's run.
+        """
         tensors = carried(model)
-        if not tensors or not state.global_step:
+        if not tensors:
             return
-        folder = Path(args.output_dir or "") / f"checkpoint-{state.global_step}"
-        path = folder / _carried_file(args)
-        if path.exists():
+        known: Any = state.stateful_callbacks
+        run, here = known.get(RUN), str(Path(args.output_dir or "").resolve())
+        known[RUN] = {"id": uuid.uuid4().hex, "folder": here}  # of the checkpoints from now on
+        if not state.global_step:
+            return
+        at = f"checkpoint-{state.global_step}"
+        folders = [Path(here, at), Path(run["folder"], at)] if run else []
+        folders += [Path(args.resume_from_checkpoint)] if args.resume_from_checkpoint else []
+        right = (folder / _carried_file(args) for folder in folders if run and _run(folder) == run)
+        path = next((path for path in right if path.exists()), None)
+        if path is not None:
             for name, tensor in load_file(path).items():
                 tensors[name].copy_(tensor)
         else:
-            _log.warning("%s is not there: directions are found anew in the first steps.", path)
+            _log.warning(
+                "what PAMM's groups carried at step %s was not found: directions are found anew in "
+                "the first steps. If the checkpoint was moved, name it in "
+                "TrainingArguments(resume_from_checkpoint=...) too.",
+                state.global_step,
+            )
 
     def _convert(self, model: nn.Module, state: TrainerState) -> None:
         is_new = not is_converted(model)
@@ -177,6 +198,15 @@ class PammCallback(TrainerCallback):
                 "one: something has put other layers in their place since, as training in fp8 "
                 "does. Train in bf16."
             )
+
+
+def _run(checkpoint: Path) -> Any:
+    """The run that wrote a checkpoint, as its state says; None if it does not."""
+    try:
+        state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+        return state["stateful_callbacks"].get(RUN)
+    except (OSError, ValueError, KeyError):
+        return None
 
 
 def _groups(model: nn.Module) -> list[str]:
