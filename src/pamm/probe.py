@@ -186,7 +186,7 @@ class _Watch:
         self._alive: list[Tensor] = []  # so that no id is given to another tensor
         self._known: set[int] = set()
         self._made: dict[int, tuple[str, str | None]] = {}
-        self._versions: list[tuple[str, Tensor, int]] = []
+        self._versions: list[tuple[str, str, Tensor, int]] = []
         self._latest: dict[str, int] = {}
         self._inputs: dict[int, tuple[Tensor, Input]] = {}
         self._kept: dict[int, list[str]] = {}
@@ -207,10 +207,13 @@ class _Watch:
 
     def inputs(self) -> list[Input]:
         """What the linear layers received, in the order they did. Forgets all tensors."""
-        changed = {name for name, tensor, was in self._versions if tensor._version != was}
+        changed = {
+            name: obstacle
+            for name, obstacle, tensor, was in self._versions
+            if tensor._version != was
+        }
         for tensor, found in self._inputs.values():
-            if found.maker in changed:
-                found.obstacle = found.obstacle or "returns what is written to afterwards"
+            found.obstacle = found.obstacle or changed.get(found.maker or "")
             found.keepers = list(dict.fromkeys(self._kept.get(_storage(tensor), ())))
         inputs = [found for _, found in self._inputs.values()]
         # The graph holds this object: no garbage collector sees that cycle.
@@ -248,6 +251,9 @@ class _Watch:
             for tensor in given:
                 if isinstance(tensor, Tensor):
                     self._meet(tensor)
+                    self._versions.append(
+                        (name, "takes what is written to afterwards", tensor, tensor._version)
+                    )
             if reads and given and isinstance(given[0], Tensor):
                 self._read(name, given[0])
 
@@ -261,7 +267,9 @@ class _Watch:
             for tensor in tree_leaves(output):
                 if isinstance(tensor, Tensor) and self._meet(tensor):
                     self._made[id(tensor)] = name, obstacle
-                    self._versions.append((name, tensor, tensor._version))
+                    self._versions.append(
+                        (name, "returns what is written to afterwards", tensor, tensor._version)
+                    )
                     self._latest[name] = id(tensor)
 
         return hook

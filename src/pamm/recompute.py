@@ -9,9 +9,10 @@ Gradients are those of exact training, bit for bit. Under torch.compile the modu
 in the graph, and the compiler computes X again for its readers by itself.
 """
 
-import weakref
+import functools
 from collections.abc import Callable, Iterable
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +22,36 @@ from torch.utils.checkpoint import checkpoint
 from pamm.functional import cast_like_autocast
 from pamm.swap import Swapped, restore, swap
 
+
+class _Kept(NamedTuple):
+    """A tensor kept for backward. Autograd does not check what hooks keep; this does."""
+
+    tensor: Tensor
+    version: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "_Kept":
+        return cls(tensor, tensor._version)
+
+    def unchanged(self) -> Tensor:
+        """The tensor; an error if it was written to since."""
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                f"a tensor of shape {tuple(self.tensor.shape)} that is needed for the gradient was "
+                f"modified by an inplace operation: it is at version {self.tensor._version}, "
+                f"expected version {self.version}. Call backward before weights are changed."
+            )
+        return self.tensor
+
+
 Packed = tuple["Recomputation", int]
 
 
 class _Keep(torch.autograd.Function):
-    """The identity on X, which saves h in the way that hooks (offloading, counting) see."""
+    """The identity on X, which saves h in the way that hooks (offloading, counting) see.
+
+    The node of X in the graph, by which its readers find how to make it again.
+    """
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -40,6 +66,7 @@ class _Keep(torch.autograd.Function):
         ctx: Any, grad: Tensor
     ) -> tuple[Tensor | None, ...]:
         ctx.recomputation.output(ctx)  # while h is there: the module's own backward comes next
+        ctx.recomputation.forget()  # all readers have run
         return grad, None, None
 
 
@@ -58,16 +85,17 @@ class Recomputation:
 
     def run(self, h: Tensor) -> Tensor:
         """The output, of which neither it nor what its backward needs is kept; h is."""
-        self._needs_grad = h.requires_grad
+        self._needs_grad, self._autocast = h.requires_grad, _autocast(h.device.type)
         with saved_tensors_hooks(self._pack, _unpack):
             x = self._function(h)
+        self._stride = x.stride()
         x = _Keep.apply(x, h, self)
-        self._made, self._version = weakref.ref(x), x._version
+        self._version = x._version
         return x
 
-    def made(self, x: Tensor) -> bool:
-        """Whether ``x`` is the output, as it was made."""
-        return self._made() is x and self._version == x._version
+    def of(self, x: Tensor) -> bool:
+        """Whether nothing was written into ``x``, the output, since it was made."""
+        return self._version == x._version
 
     def output(self, keeper: Any) -> Tensor:
         """The output, computed again if it is not there; ``keeper`` is its node in the graph."""
@@ -77,16 +105,17 @@ class Recomputation:
         assert self._again is not None
         return self._again
 
+    def forget(self) -> None:
+        """Let go of the output; what the module's own backward needs stays for it."""
+        self._again = None
+
     def saved(self, number: int) -> Tensor:
         """Tensor ``number`` of those that the module's own backward needs; each is asked once."""
-        tensor = self._saved.pop(number)
-        if not self._saved:  # the module's own backward comes last
-            self._again = None
-        return tensor
+        return self._saved.pop(number)
 
-    def _pack(self, tensor: Tensor) -> "Packed | Tensor":
+    def _pack(self, tensor: Tensor) -> "Packed | _Kept":
         if isinstance(tensor, nn.Parameter):
-            return tensor
+            return _Kept.of(tensor)
         self._count += 1
         return self, self._count - 1
 
@@ -100,14 +129,31 @@ class Recomputation:
             return tensor.detach()
 
         h = h.detach().requires_grad_(self._needs_grad)
-        with torch.enable_grad(), saved_tensors_hooks(collect, lambda tensor: tensor):
-            self._again = self._function(h).detach()
-        self._saved = dict(enumerate(saved))
+        with (
+            torch.enable_grad(),
+            self._autocast(),
+            saved_tensors_hooks(collect, lambda tensor: tensor),
+        ):
+            again = self._function(h).detach()
+        if again.stride() != self._stride:  # h came back from a hook with others
+            again = torch.empty_strided(
+                again.shape, self._stride, dtype=again.dtype, device=again.device
+            ).copy_(again)
+        self._again, self._saved = again, dict(enumerate(saved))
 
 
-def _unpack(packed: "Packed | Tensor") -> Tensor:
-    if isinstance(packed, Tensor):
-        return packed
+def _autocast(device: str) -> Callable[[], AbstractContextManager[object]]:
+    """A context with autocast as it is now: backward runs outside of it."""
+    if device == "meta":
+        return nullcontext
+    enabled = torch.is_autocast_enabled(device)
+    dtype = torch.get_autocast_dtype(device) if enabled else None
+    return functools.partial(torch.autocast, device, dtype, enabled)
+
+
+def _unpack(packed: "Packed | _Kept") -> Tensor:
+    if isinstance(packed, _Kept):
+        return packed.unchanged()
     recomputation, number = packed
     return recomputation.saved(number)
 
@@ -115,32 +161,26 @@ def _unpack(packed: "Packed | Tensor") -> Tensor:
 class Recomputed(Swapped):
     """Mixed into the class of the module that makes X: its output is made again in backward."""
 
-    pamm_current: Recomputation | None
-
     def forward(self, h: Tensor) -> Tensor:
         """The module's own forward."""
-        if not (self.training and torch.is_grad_enabled()):
-            return super().forward(h)  # type: ignore[misc]
         plain = super().forward  # type: ignore[misc]
+        if not (self.training and torch.is_grad_enabled()):
+            return plain(h)
         if torch.compiler.is_compiling():
             return checkpoint(plain, h, use_reentrant=False)  # type: ignore[return-value]
-        self.pamm_current = Recomputation(plain)
-        return self.pamm_current.run(h)
+        return Recomputation(plain).run(h) if self._keeps_its_weights() else plain(h)
 
-    def pamm_made(self, x: Tensor) -> Recomputation | None:
-        """How to make ``x`` again, if this module made it last and nothing was written into it."""
-        current = self.pamm_current
-        return current if current is not None and current.made(x) else None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "pamm_current": None}
+    def _keeps_its_weights(self) -> bool:
+        """Whether backward finds them as they are: not under ``functional_call``, nor where FSDP2
+        shards this very module."""
+        is_sharded = any(base.__name__ == "FSDPModule" for base in type(self).__mro__)
+        return not is_sharded and all(isinstance(p, nn.Parameter) for p in self.parameters())
 
 
 class Recomputing(Swapped):
-    """Mixed into a linear layer's class: it keeps no input where ``pamm_source`` made it."""
+    """Mixed into a linear layer's class: it keeps no input that a ``Recomputed`` module made."""
 
     weight: nn.Parameter
-    pamm_source: Recomputed
     pamm_group_name: str
 
     __reduce_ex__ = Swapped.__reduce_ex__  # not that of a class below, which can be imported
@@ -148,23 +188,25 @@ class Recomputing(Swapped):
     def forward(self, input: Tensor) -> Tensor:
         """x W.T + bias."""
         plain = super().forward  # type: ignore[misc]
-        made = None
+        if torch.compiler.is_compiling() or not (
+            self.weight.requires_grad and torch.is_grad_enabled()
+        ):
+            return plain(input)
         # Without a gradient (the first block above a frozen embedding) X has no node that keeps h.
-        if self.weight.requires_grad and input.requires_grad and torch.is_grad_enabled():
-            made = self.pamm_source.pamm_made(input)
-        if made is None or torch.compiler.is_compiling():
+        made = getattr(input.grad_fn, "recomputation", None)
+        if not isinstance(made, Recomputation) or not made.of(input):
             return plain(input)
         x, *_ = cast_like_autocast(input, self.weight, None)
         address, dtype, keeper = x.untyped_storage().data_ptr(), x.dtype, input.grad_fn
 
         def pack(tensor: Tensor) -> Any:
             if tensor.untyped_storage().data_ptr() != address or tensor.dtype != dtype:
-                return tensor
+                return _Kept.of(tensor)
             return tensor.shape, tensor.stride(), tensor.storage_offset()
 
         def unpack(packed: Any) -> Tensor:
-            if isinstance(packed, Tensor):
-                return packed
+            if isinstance(packed, _Kept):
+                return packed.unchanged()
             return made.output(keeper).to(dtype).as_strided(*packed)
 
         with saved_tensors_hooks(pack, unpack):
@@ -183,11 +225,9 @@ def attach(source: nn.Module, readers: Iterable[nn.Module], name: str = "") -> N
     """Let ``readers``, the group ``name``, take their input from ``source`` again, in place."""
     if not isinstance(source, Recomputed):  # which may feed several groups
         swap(source, Recomputed)
-        source.pamm_current = None  # type: ignore[assignment]
     for reader in readers:
         swap(reader, Recomputing)
-        # Not as a submodule: names and parameters of the model stay as they are.
-        reader.__dict__.update(pamm_source=source, pamm_group_name=name)
+        reader.pamm_group_name = name  # type: ignore[assignment]
 
 
 def detach(model: nn.Module) -> int:
@@ -195,11 +235,9 @@ def detach(model: nn.Module) -> int:
     readers = 0
     for module in model.modules():
         if isinstance(module, Recomputing):
-            del module.__dict__["pamm_source"], module.__dict__["pamm_group_name"]
+            del module.pamm_group_name
             readers += 1
-        elif isinstance(module, Recomputed):
-            del module.pamm_current
-        else:
+        elif not isinstance(module, Recomputed):
             continue
         restore(module)
     return readers

@@ -1,0 +1,199 @@
+"""Computing X again where backward is unlike forward: other strides, autocast, weights, order."""
+
+import copy
+import gc
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import pamm
+
+METHODS = pytest.mark.parametrize("method", ["recompute", "sampled"])
+
+
+class Projections(nn.Module):
+    """q, k and v that read a norm, behind a layer."""
+
+    def __init__(self, norm: nn.Module, n: int = 8) -> None:
+        super().__init__()
+        self.before, self.norm, self.is_checkpointed = nn.Linear(n, n), norm, False
+        self.q, self.k, self.v = (nn.Linear(n, n) for _ in range(3))
+
+    def attention(self, x: Tensor) -> Tensor:
+        return torch.softmax(self.q(x) @ self.k(x).mT, -1) @ self.v(x)
+
+    def forward(self, h: Tensor) -> Tensor:
+        x = self.norm(self.before(h))
+        if self.is_checkpointed:
+            return checkpoint(self.attention, x, use_reentrant=False)  # type: ignore[return-value]
+        return self.attention(x)
+
+
+class Scale(nn.Module):
+    """Keeps the strides of what it gets."""
+
+    def __init__(self, n: int = 8) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(n))
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h * self.weight
+
+
+class Product(Scale):
+    """``torch.prod`` is in fp32 under autocast on the CPU."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h / torch.prod(1 + h.abs(), -1, keepdim=True) * self.weight
+
+
+class Steps(Scale):
+    """An RMSNorm in operations of its own: several tensors are kept for its backward."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.weight * (h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-6))
+
+
+def twins(model: nn.Module, x: Tensor, method: str = "recompute") -> tuple[nn.Module, nn.Module]:
+    """The model as it is, and converted."""
+    ratio = 1.0 if method == "sampled" else None
+    converted = copy.deepcopy(model)
+    pamm.convert(converted, pamm.PammConfig(method, ratio), example=x)  # type: ignore[arg-type]
+    return model, converted
+
+
+def assert_same_gradients(models: tuple[nn.Module, nn.Module]) -> None:
+    exact, ours = (dict(model.named_parameters()) for model in models)
+    for name, parameter in exact.items():
+        assert parameter.grad is not None
+        assert torch.equal(parameter.grad, ours[name].grad), name  # type: ignore[arg-type]
+
+
+def test_x_has_its_strides_again_whatever_hooks_made_of_the_norms_input() -> None:
+    class Columns(nn.Module):
+        """Reads column-major rows, as of a convolution."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = Scale()
+            self.q, self.k, self.v = (nn.Linear(8, 8) for _ in range(3))
+
+        def forward(self, h: Tensor) -> Tensor:
+            x = self.norm(h * 1)
+            return self.q(x) * self.k(x) + self.v(x)
+
+    h = torch.randn(8, 5).t().requires_grad_()
+    models = twins(Columns(), h)
+    for model in models:
+        hooks = torch.autograd.graph.saved_tensors_hooks(
+            lambda kept: kept.contiguous(), lambda kept: kept
+        )
+        with hooks:
+            loss = model(h).square().sum()
+        loss.backward()
+    assert_same_gradients(models)
+
+
+@METHODS
+def test_x_is_made_again_under_the_autocast_of_forward(method: str) -> None:
+    x = torch.randn(2, 32, 8)
+    models = twins(Projections(Product()), x, method)
+    for model in models:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = model(x)
+        y.float().square().sum().backward()
+    assert_same_gradients(models)
+
+
+@METHODS
+@pytest.mark.parametrize("of", ["norm", "q"])
+def test_a_weight_that_changes_before_backward_is_an_error(method: str, of: str) -> None:
+    x = torch.randn(2, 5, 8)
+    for model in twins(Projections(nn.LayerNorm(8)), x, method):
+        loss = model(x).square().sum()
+        with torch.no_grad():
+            model.get_submodule(of).weight.mul_(2)  # type: ignore[operator,union-attr]
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+@METHODS
+def test_gradients_of_some_parameters_and_then_of_all(method: str) -> None:
+    x = torch.randn(2, 5, 8)
+    models = twins(nn.Sequential(*(Projections(Steps()) for _ in range(2))), x, method)
+    for model in models:
+        loss = model(x).square().sum()
+        some = [model[1].norm.weight, model[1].q.weight]  # type: ignore[index]
+        torch.autograd.grad(loss, some, retain_graph=True)
+        torch.autograd.grad(loss, some[1:], retain_graph=True)
+        loss.backward()
+    assert_same_gradients(models)
+
+
+@METHODS
+def test_two_passes_of_which_only_the_attention_is_checkpointed(method: str) -> None:
+    x = torch.randn(2, 5, 8)
+    models = twins(Projections(nn.LayerNorm(8)), x, method)
+    for model in models:
+        model.is_checkpointed = True  # type: ignore[assignment]
+        (model(x).sum() + model(2 * x).square().sum()).backward()
+    assert_same_gradients(models)
+
+
+@METHODS
+def test_other_weights_for_one_call_are_those_of_the_gradient(method: str) -> None:
+    x = torch.randn(2, 5, 8)
+    gradients = []
+    for model in twins(Projections(nn.RMSNorm(8)), x, method):
+        others = {name: (1.5 * p).detach().requires_grad_() for name, p in model.named_parameters()}
+        torch.func.functional_call(model, others, (x,)).square().sum().backward()
+        gradients.append({name: other.grad for name, other in others.items()})
+    for name, exact in gradients[0].items():
+        assert torch.equal(exact, gradients[1][name]), name  # type: ignore[arg-type]
+
+
+def test_x_goes_once_its_readers_have_run() -> None:
+    """Also where the module that made it needs nothing for its own backward."""
+
+    class Shift(nn.Module):
+        def forward(self, h: Tensor) -> Tensor:
+            return h + 1
+
+    x = torch.randn(2, 5, 8)
+    _, model = twins(Projections(Shift()), x)
+
+    model(x).sum().backward()
+    gc.collect()
+    alive = [t for t in gc.get_objects() if type(t) is Tensor and t.shape == x.shape]
+    assert all(t is x for t in alive)
+
+
+def test_a_source_that_another_part_reads_may_be_taken_back() -> None:
+    x = torch.randn(2, 5, 8)
+    models = twins(Projections(nn.LayerNorm(8)), x)
+    assert pamm.revert(models[1].norm) == 0  # type: ignore[arg-type]
+    for model in models:
+        model(x).square().sum().backward()
+    assert_same_gradients(models)
+
+
+@pytest.mark.parametrize("add", [torch.Tensor.add, torch.Tensor.add_])
+def test_a_norms_input_that_is_written_to_afterwards_is_refused(
+    add: Callable[[Tensor, Tensor], Tensor],
+) -> None:
+    class Residual(Projections):
+        def forward(self, h: Tensor) -> Tensor:
+            h = self.before(h)
+            return add(h, self.attention(self.norm(h)))
+
+    convert = lambda: pamm.convert(  # noqa: E731
+        Residual(nn.LayerNorm(8)), pamm.PammConfig("recompute"), example=torch.randn(2, 5, 8)
+    )
+    if add is torch.Tensor.add:
+        assert convert().converted
+    else:
+        with pytest.raises(pamm.NothingToConvertError, match="takes what is written to afterwards"):
+            convert()
