@@ -85,6 +85,7 @@ def _trained(study: Study, folder: Path, cell: str, is_final: bool) -> dict[int,
     """Results of the final trainings, or of the best short one, by seed; none that diverged."""
     runs = study.final(folder, cell) if is_final else study.tuning(folder, cell)
     found = [(run.config.seed, run.result) for run in runs if run.result and run.result.perplexity]
+    # Short ones are all of one seed: the last of them stays.
     best_last = sorted(found, key=lambda each: -each[1].perplexity)  # type: ignore[operator]
     return dict(best_last)
 

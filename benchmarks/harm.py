@@ -76,19 +76,19 @@ def compare(pairs: Iterator[tuple[Tensor, Tensor]]) -> dict[str, float]:
 def measure(
     study: Study, data: Data, results: Path, size: str = "60M", sequences: int = SEQUENCES
 ) -> None:
-    """One record for each setting of the study; rates make no difference here."""
+    """One record for each configuration of the study, whatever its rate."""
     trained = train(RUN | {"size": size, "batch": sequences}, data)[1]
     weights = trained.state_dict()
     model = build(SIZES[size], data.vocabulary, 0)
     model.load_state_dict({name.replace("_orig_mod.", ""): w for name, w in weights.items()})
     order = data.order(1, (WARM + BATCHES) * sequences).split(sequences)
     exact = [gradients(model, data, rows).cpu() for rows in order[WARM:]]
-    configs = {
-        study.run(Path(), cell, study.lrs[0], 0).arm.config: cell for cell in reversed(study.cells)
-    }
-    for config, cell in reversed(configs.items()):
-        if config.method == "exact":
+    measured: set[pamm.PammConfig] = set()
+    for cell in study.cells:
+        config = study.run(Path(), cell, study.lrs[0], 0).arm.config
+        if config.method == "exact" or config in measured:
             continue
+        measured.add(config)
         pamm.convert(model, config)
         for rows in order[:WARM]:
             gradients(model, data, rows)
@@ -101,7 +101,9 @@ def measure(
 
 
 def plot(records: list[dict[str, Any]], study: Study, folder: Path) -> bytes:
-    """Each number against the perplexity above exact's; dotted where q, k and v had less rate."""
+    """Each number against the perplexity above exact's; a configuration that was trained with and
+    without a smaller rate on q, k and v has two points, joined.
+    """
     figure, panels = new_figure(3.6 * len(NUMBERS), 4.6, panels=len(NUMBERS))
     trained = [point for point in points(study, folder) if not point.is_final]
     for axes, number in zip(panels, NUMBERS, strict=True):

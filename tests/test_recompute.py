@@ -116,6 +116,11 @@ def test_an_input_from_elsewhere_or_changed_in_place_is_kept_as_usual(
     reader(x).sum().backward()
     assert torch.allclose(reader.weight.grad, torch.ones(4, 8) @ x)
     assert not recomputations
+    reader.weight.grad = None
+    x = norm(h)
+    x.detach().mul_(2)
+    reader(x).sum().backward()
+    assert torch.allclose(reader.weight.grad, torch.ones(4, 8) @ x)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("method", ["recompute", "sampled"])

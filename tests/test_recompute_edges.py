@@ -155,6 +155,26 @@ def test_other_weights_for_one_call_are_those_of_the_gradient(method: str) -> No
         assert torch.equal(exact, gradients[1][name]), name  # type: ignore[arg-type]
 
 
+@METHODS
+def test_a_norm_that_is_sharded_by_itself_keeps_x(method: str) -> None:
+    """Backward finds its weights sharded; one process is enough to see it."""
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+    x = torch.randn(2, 5, 8)
+    exact, model = twins(Projections(nn.LayerNorm(8)), x, method)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    try:
+        fsdp.fully_shard(model.norm)
+        fsdp.fully_shard(model)
+        for each in (exact, model):
+            each(x).square().sum().backward()
+        for parameter, other in zip(exact.parameters(), model.parameters(), strict=True):
+            assert torch.equal(parameter.grad, other.grad.full_tensor())  # type: ignore[union-attr]
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_x_goes_once_its_readers_have_run() -> None:
     """Also where the module that made it needs nothing for its own backward."""
 

@@ -5,8 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.axes import Axes
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks/harm.py"
+import pamm
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "benchmarks/harm.py"
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit, when it is imported
@@ -26,3 +30,29 @@ def test_bias_is_lost_and_noise_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     assert abs(noisy["noise"] - 16 / (16**2 + 16)) < 0.01
     assert abs(noisy["relative error"] - 0.5**0.5) < 0.01
     assert noisy["update lost"] > 0.1  # the noise makes Adam's step shorter
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_every_number_is_set_against_what_the_study_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The full and the smaller rate of one configuration are two points above one another."""
+    pytest.importorskip("transformers")
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    harm = runpy.run_path(str(SCRIPT))
+    drawn: list[tuple[list[float], list[float]]] = []
+    original = Axes.plot
+
+    def plot(self: Axes, x: list[float], y: list[float], *args: object, **keys: object) -> object:
+        drawn.append((x, y))
+        return original(self, x, y, *args, **keys)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Axes, "plot", plot)
+    folder = ROOT / "benchmarks/results/h200/studies/60m"
+    study = harm["Study"].load(folder / "study.yaml")
+    numbers = dict.fromkeys(harm["NUMBERS"], 0.5)
+    config = pamm.PammConfig(ratio=1 / 512)
+    record = {"cell": "pamm 1/512", "config": config.to_dict(), **numbers}
+    harm["plot"]([record], study, folder)
+    assert len(drawn) == len(numbers)
+    for x, y in drawn:
+        assert x == [0.5, 0.5]
+        assert y == pytest.approx([45.4, 26.0], abs=0.1)
