@@ -89,13 +89,7 @@ class Recomputation:
         with saved_tensors_hooks(self._pack, _unpack):
             x = self._function(h)
         self._stride = x.stride()
-        x = _Keep.apply(x, h, self)
-        self._version = x._version
-        return x
-
-    def of(self, x: Tensor) -> bool:
-        """Whether nothing was written into ``x``, the output, since it was made."""
-        return self._version == x._version
+        return _Keep.apply(x, h, self)
 
     def output(self, keeper: Any) -> Tensor:
         """The output, computed again if it is not there; ``keeper`` is its node in the graph."""
@@ -193,8 +187,9 @@ class Recomputing(Swapped):
         ):
             return plain(input)
         # Without a gradient (the first block above a frozen embedding) X has no node that keeps h.
+        # Of an X that was written to since, autograd gives none, with an error.
         made = getattr(input.grad_fn, "recomputation", None)
-        if not isinstance(made, Recomputation) or not made.of(input):
+        if not isinstance(made, Recomputation):
             return plain(input)
         x, *_ = cast_like_autocast(input, self.weight, None)
         address, dtype, keeper = x.untyped_storage().data_ptr(), x.dtype, input.grad_fn
