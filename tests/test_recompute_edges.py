@@ -165,8 +165,9 @@ def test_a_norm_that_is_sharded_by_itself_keeps_x(method: str) -> None:
         "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
     )
     try:
-        fsdp.fully_shard(model.norm)
-        fsdp.fully_shard(model)
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))  # also where there is a GPU
+        fsdp.fully_shard(model.norm, mesh=mesh)
+        fsdp.fully_shard(model, mesh=mesh)
         for each in (exact, model):
             each(x).square().sum().backward()
         for parameter, other in zip(exact.parameters(), model.parameters(), strict=True):
