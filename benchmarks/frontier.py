@@ -185,13 +185,14 @@ def percent_axis(axes: Any) -> None:
 def _name(axes: Any, placed: list[tuple[Point, float]]) -> None:
     """Names each cell once, at its final point if it has one: on the side where there is room."""
     last = {point.name: (point, place) for point, place in placed}
-    pixels = axes.transData.transform([(place, point.above) for point, place in last.values()])
-    for (point, place), (x, y) in zip(last.values(), pixels, strict=True):
+    taken = axes.transData.transform([(place, point.above) for point, place in placed])
+    for point, place in last.values():
+        x, y = axes.transData.transform((place, point.above))
         room = 0.12 * axes.bbox.width
-        crowded = any(0 < other - x < room and abs(up - y) < 20 for other, up in pixels)
+        crowded = any(0 < other - x < room and abs(up - y) < 20 for other, up in taken)
         axes.annotate(
             point.name.partition(", bytes")[0], (place, point.above),
-            xytext=(-9 if crowded else 9, 3), ha="right" if crowded else "left",
+            xytext=(-9, -11) if crowded else (9, 3), ha="right" if crowded else "left",
             textcoords="offset points", fontsize="small", color=_colour(point),
         )  # fmt: skip
 

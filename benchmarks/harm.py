@@ -6,7 +6,8 @@
 ``measure`` trains a 60M LLaMA exactly for a while (benchmarks/quality.py, which also makes the
 tokens), stops, and takes the gradients of q, k and v for the same batches from every setting of a
 study of ``pamm ablate``. ``plot`` sets them against what each cost in the study's trainings that
-chose the rates. With a_t the approximate and e_t the exact gradient of batch t, at the same
+chose the rates. Give ``measure`` a GPU to itself: beside three trainings that share it, its many
+small kernels wait for their turn each, and 16 batches were not done in two minutes. With a_t the approximate and e_t the exact gradient of batch t, at the same
 weights:
 
     relative error   mean over t of ||a_t - e_t|| / ||e_t||
@@ -77,7 +78,8 @@ def measure(
     study: Study, data: Data, results: Path, size: str = "60M", sequences: int = SEQUENCES
 ) -> None:
     """One record for each configuration of the study, whatever its rate."""
-    trained = train(RUN | {"size": size, "batch": sequences}, data)[1]
+    summary, trained = train(RUN | {"size": size, "batch": sequences}, data)
+    print(f"trained exactly: perplexity {summary['perplexity']:.2f}", flush=True)
     weights = trained.state_dict()
     model = build(SIZES[size], data.vocabulary, 0)
     model.load_state_dict({name.replace("_orig_mod.", ""): w for name, w in weights.items()})
