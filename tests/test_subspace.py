@@ -292,14 +292,26 @@ def test_the_default_ratio_is_three_eighths_of_the_features() -> None:
     assert PammConfig.from_dict(CONFIG.to_dict()) == CONFIG
 
 
+def test_directions_of_another_ratio_or_other_layers_are_refused() -> None:
+    model = attention()
+    tensors = pamm.carried(model)
+    name = next(each for each in tensors if each.endswith(".axes"))
+    before = {each: tensor.clone() for each, tensor in tensors.items()}
+    for wrong in ({name: tensors[name][:, 1:] + 1}, {"other.axes": tensors[name]}):
+        with pytest.raises(pamm.PammError, match=r"axes is .* where it was saved and .* here"):
+            pamm.restore_carried(model, {**tensors, **wrong})
+    with pytest.raises(pamm.PammError, match="missing where it was saved"):
+        pamm.restore_carried(model, {})
+    assert all(torch.equal(tensor, before[each]) for each, tensor in tensors.items())
+
+
 def test_a_resumed_run_gets_its_directions_back() -> None:
     x = torch.randn(3, 200, 32, device=DEVICE)
     one, other = attention(), attention()
     other.load_state_dict(one.state_dict())
     for rows in x[:2]:
         one["q_proj"](rows)
-    for name, tensor in pamm.carried(other).items():
-        tensor.copy_(pamm.carried(one)[name])
+    pamm.restore_carried(other, pamm.carried(one))
     grads = []
     for model in (one, other):
         pamm.seek(model, 2)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pamm.optim import param_groups
     from pamm.report import Report
     from pamm.stream import Stream
-    from pamm.surgery import carried, convert, revert, seek
+    from pamm.surgery import carried, convert, restore_carried, revert, seek
     from pamm.types import Compressed
 
 __version__ = "0.1.0"
@@ -33,6 +33,7 @@ __all__ = [
     "linear",
     "nn",
     "param_groups",
+    "restore_carried",
     "revert",
     "seek",
 ]
@@ -52,6 +53,7 @@ _HOMES = {
     "convert": "surgery",
     "linear": "functional",
     "param_groups": "optim",
+    "restore_carried": "surgery",
     "revert": "surgery",
     "seek": "surgery",
 }

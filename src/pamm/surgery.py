@@ -7,7 +7,7 @@ is replaced: the projections themselves change class. So every model whose atten
 
 import dataclasses
 import fnmatch
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from torch import Tensor, nn
 
@@ -224,10 +224,11 @@ def seek(model: nn.Module, step: int) -> None:
 
 
 def carried(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors that groups carry from step to step: the very ones, to be saved or filled.
+    """The tensors that groups carry from step to step: the very ones, to be saved.
 
     Method ``"subspace"`` carries directions; other methods nothing. They are not in the state_dict,
-    whose keys stay those of the exact model. ``PammCallback`` saves them beside each checkpoint.
+    whose keys stay those of the exact model. ``PammCallback`` saves them beside each checkpoint;
+    :func:`restore_carried` gives them back.
 
     Example:
         >>> model = nn.ModuleDict({name: nn.Linear(8, 8) for name in ("query", "key", "value")})
@@ -240,6 +241,32 @@ def carried(model: nn.Module) -> dict[str, Tensor]:
         for group in groups(model)
         for name, tensor in group.method.carried().items()
     }
+
+
+def restore_carried(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
+    """Give the groups back what they carried when ``saved`` was made from :func:`carried`.
+
+    Raises:
+        PammError: if they carry other things now: groups or shapes differ. Nothing is changed then.
+
+    Example:
+        >>> model = nn.ModuleDict({name: nn.Linear(8, 8) for name in ("query", "key", "value")})
+        >>> report = convert(model, PammConfig("subspace"))
+        >>> saved = {name: tensor.clone() for name, tensor in carried(model).items()}
+        >>> restore_carried(model, saved)
+    """
+    tensors = carried(model)
+    given, needed = ({n: tuple(t.shape) for n, t in each.items()} for each in (saved, tensors))
+    if given != needed:
+        name = next(n for n in {**needed, **given} if given.get(n) != needed.get(n))
+        raise PammError(
+            f"what was carried does not belong to this model's groups: {name} is "
+            f"{given.get(name, 'missing')} where it was saved and {needed.get(name, 'missing')} "
+            "here. Convert with the method, ratio and layers of the run that saved it; to change "
+            "them, begin a new run from its weights."
+        )
+    for name, tensor in tensors.items():
+        tensor.copy_(saved[name])
 
 
 def _selected(name: str, include: Selector, exclude: Selector) -> bool:

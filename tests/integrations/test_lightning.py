@@ -1,5 +1,6 @@
 """Lightning's Trainer with the callback, on runs of a few steps."""
 
+import contextlib
 import logging
 import warnings
 from pathlib import Path
@@ -198,6 +199,24 @@ def test_a_resumed_run_has_the_directions_it_had(tmp_path: Path) -> None:
     for name, tensor in before.items():
         assert torch.equal(tensor, after[name])
         assert tensor.any()
+
+
+@pytest.mark.parametrize("method", ["pamm", "subspace"])
+def test_directions_that_a_checkpoint_does_not_have(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, method: str
+) -> None:
+    """Those of a method without any are found anew; those of other layers are an error."""
+    made = trainer(tmp_path, PammCallback(pamm.PammConfig(method)))  # type: ignore[arg-type]
+    made.fit(Regression(), data(count=4))
+    made.save_checkpoint(tmp_path / "model.ckpt")
+    exclude = "*layers.1*" if method == "subspace" else None
+    resumed = trainer(tmp_path, PammCallback(pamm.PammConfig("subspace"), exclude=exclude))
+    refused = pytest.raises(pamm.PammError, match="missing here")
+    with refused if exclude else contextlib.nullcontext():
+        resumed.fit(
+            Regression(), data(count=4), ckpt_path=tmp_path / "model.ckpt", weights_only=True
+        )
+    assert ("found anew" in caplog.text) == (exclude is None)
 
 
 def test_a_model_made_in_configure_model_converts_itself(tmp_path: Path) -> None:

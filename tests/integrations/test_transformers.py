@@ -267,6 +267,13 @@ class TestDirectionsOfACheckpointElsewhere:
         passes = [int(tensor) for name, tensor in found.items() if name.endswith(".passes")]
         assert passes == ([2, 2] if named else [0, 0])
 
+    def test_of_other_layers(self, tmp_path: Path) -> None:
+        self.run(tmp_path / "a")
+        callback = PammCallback(self.CONFIG, exclude="*layers.1*")
+        made = trainer(tmp_path / "a", callback, llama(), max_steps=3, **SILENT)
+        with pytest.raises(pamm.PammError, match="ratio and layers of the run that saved it"):
+            made.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
+
 
 def test_checkpoints_are_those_of_the_exact_model(tmp_path: Path) -> None:
     model = llama()

@@ -12,7 +12,7 @@ from pamm.config import PammConfig
 from pamm.errors import PammError
 from pamm.example import Example
 from pamm.report import Report
-from pamm.surgery import Selector, carried, convert, is_converted, seek
+from pamm.surgery import Selector, carried, convert, is_converted, restore_carried, seek
 
 _log = logging.getLogger(__name__)
 
@@ -108,10 +108,15 @@ class PammCallback(lightning.Callback):
         checkpoint: dict[str, Any],
     ) -> None:
         """Give it back."""
-        tensors = carried(pl_module)
-        for name, saved in checkpoint.get(CARRIED, {}).items():
-            if name in tensors:
-                tensors[name].copy_(saved)
+        if not carried(pl_module):
+            return
+        if CARRIED in checkpoint:
+            restore_carried(pl_module, checkpoint[CARRIED])
+        elif trainer.is_global_zero:
+            _log.warning(
+                "this checkpoint has nothing that PAMM's groups carried: directions are found anew "
+                "in the first steps."
+            )
 
     def on_train_batch_start(
         self,

@@ -25,7 +25,7 @@ from pamm.fidelity import watch
 from pamm.nn import groups, is_pamm
 from pamm.recompute import recomputed_groups
 from pamm.report import Report
-from pamm.surgery import Selector, carried, convert, is_converted, seek
+from pamm.surgery import Selector, carried, convert, is_converted, restore_carried, seek
 
 _log = logging.getLogger(__name__)
 
@@ -153,8 +153,7 @@ class PammCallback(TrainerCallback):
         Callbacks are not told which checkpoint that is. It may lie in this run's folder, in that of
         the run that wrote it, or where the arguments say; it is the one of the state's run.
         """
-        tensors = carried(model)
-        if not tensors:
+        if not carried(model):
             return
         known: Any = state.stateful_callbacks
         run, here = known.get(RUN), str(Path(args.output_dir or "").resolve())
@@ -167,8 +166,7 @@ class PammCallback(TrainerCallback):
         right = (folder / _carried_file(args) for folder in folders if run and _run(folder) == run)
         path = next((path for path in right if path.exists()), None)
         if path is not None:
-            for name, tensor in load_file(path).items():
-                tensors[name].copy_(tensor)
+            restore_carried(model, load_file(path))
         else:
             _log.warning(
                 "what PAMM's groups carried at step %s was not found: directions are found anew in "
