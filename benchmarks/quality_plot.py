@@ -1,9 +1,10 @@
-"""The picture of the prototypes before benchmarks/quality.py, against its exact trainings.
+"""Pictures of the prototypes before benchmarks/quality.py, and of its changes of method on the way.
 
 python benchmarks/quality_plot.py benchmarks/results/h200 docs
 """
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,32 @@ def prototypes(records: list[dict[str, Any]], trained: list[dict[str, Any]], out
     figure.savefig(output, dpi=150)
 
 
+def switches(trained: list[dict[str, Any]], output: Path) -> None:
+    """Perplexity over exact's along the training, of runs whose method changes on the way.
+
+    Beside the runs of one method with the rate, seed, steps and commit of those that change.
+    """
+    changing = [record for record in trained if "then" in record["run"]]
+    like = {_setting(record) for record in changing}
+    runs = [record for record in trained if _setting(record) in like]
+    exact = next(record for record in runs if record["run"]["arm"] == "exact")
+    figure, axes = new_figure(8, 5)
+    for colour, record in zip(COLOURS, (r for r in runs if r is not exact), strict=False):
+        loss = record["validation_loss"]
+        gaps = [100 * math.expm1(loss[step] - exact["validation_loss"][step]) for step in loss]
+        line = "-" if "then" in record["run"] else "--"
+        axes.plot([int(step) for step in loss], gaps, f"{line}o", color=colour, ms=4,
+                  label=record["run"]["arm"])  # fmt: skip
+    axes.axhline(0, color="grey", lw=0.8)
+    axes.set(xlabel="step", ylabel="validation perplexity above exact's (%)", ylim=(0, None))
+    axes.legend()
+    figure.savefig(output, dpi=150)
+
+
+def _setting(record: dict[str, Any]) -> tuple[Any, ...]:
+    return (*(record["run"].get(key) for key in ("lr", "seed", "steps")), record["commit"])
+
+
 def main() -> None:
     folder, output = Path(sys.argv[1]), Path(sys.argv[2])
     records, trained = (
@@ -51,6 +78,7 @@ def main() -> None:
         for name in ("quality_prototypes.jsonl", "quality.jsonl")
     )
     prototypes(records, trained, output / "quality-prototypes.png")
+    switches(trained, output / "quality-switches.png")
 
 
 if __name__ == "__main__":
