@@ -50,6 +50,8 @@ def test_interrupt_resume_finish_and_ask_again(tmp_path: Path) -> None:
     made = config(tmp_path, steps=120, save_every=40, eval_every=60)
     (tmp_path / "run.yaml").write_text(made.to_yaml())
     folder = tmp_path / "runs" / "tiny"
+    with open_run(made, folder):
+        pass  # imports what takes longer than the steps that are left below
 
     first = start(tmp_path, tmp_path / "runs")
     wait_for_steps(folder / "exact/metrics.jsonl", 4)
@@ -61,6 +63,7 @@ def test_interrupt_resume_finish_and_ask_again(tmp_path: Path) -> None:
     assert "the same command goes on" in output
     assert "Traceback" not in output
     assert list((folder / "exact").glob("checkpoint-*"))
+    assert not (folder / "exact/result.json").exists(), "it had ended before it was interrupted"
     assert not (folder / "report.html").exists()
 
     second = start(tmp_path, tmp_path / "runs")
@@ -94,6 +97,33 @@ def test_interrupt_resume_finish_and_ask_again(tmp_path: Path) -> None:
     assert third.returncode == 0, output
     assert output.count("finished before") == 2
     assert {path: path.stat().st_mtime_ns for path in folder.glob("*/*")} == before
+
+
+def test_an_interrupt_in_the_last_step_of_an_arm_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The arm ends as if nothing had been asked; the next one must not begin."""
+
+    class Arms:
+        begun = 0
+
+        def __init__(self, *args: object, **kwargs: object) -> None:
+            Arms.begun += 1
+            self.signals: list[int] = []
+
+        def wait(self) -> int:
+            if not self.signals:
+                raise KeyboardInterrupt
+            return 0
+
+        def send_signal(self, number: int) -> None:
+            self.signals.append(number)
+
+    made = config(tmp_path)
+    monkeypatch.setattr(pretrain.subprocess, "Popen", Arms)
+    with pytest.raises(KeyboardInterrupt):
+        pretrain.pretrain(made, tmp_path / "runs", quiet())
+    assert Arms.begun == 1
 
 
 def test_a_folder_of_another_run_is_refused_and_not_touched(tmp_path: Path) -> None:

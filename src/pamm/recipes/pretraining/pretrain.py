@@ -166,13 +166,16 @@ def _run_arm(arm: Arm, folder: Path) -> None:
         close_fds=False,
         process_group=0,  # Ctrl-C reaches this process alone, and is passed on once
     )
+    interrupted = False
     while True:
         try:
             code = process.wait()
             break
         except KeyboardInterrupt:
+            interrupted = True
             process.send_signal(signal.SIGINT)
-    if code in (130, -signal.SIGINT):
+    # Also where the arm had done its last step and ends as if nothing had been asked.
+    if code in (130, -signal.SIGINT) or (interrupted and not code):
         raise KeyboardInterrupt
     if code:
         why = f"was killed by signal {-code}" if code < 0 else f"failed with exit code {code}"
