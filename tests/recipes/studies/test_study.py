@@ -66,6 +66,17 @@ def test_every_cell_is_tried_at_every_rate_and_the_best_one_gets_all_seeds(tmp_p
     assert approximate["perplexity"] == pytest.approx(22.5)
 
 
+def test_a_cell_with_a_rate_of_its_own_is_trained_at_that_alone(tmp_path: Path) -> None:
+    own = {"pamm, known rate": {"ratio": "1/16", "lr": 3e-3}}
+    made = study(tmp_path, cells=CELLS | own, more_lrs=2)
+    (cell,) = own
+    assert made.tuning(tmp_path, cell) == []
+    assert {run.cell for run in made.to_do(tmp_path) if run.config.steps == 3} == {*CELLS}
+    finals = made.final(tmp_path, cell)
+    assert [(run.config.lr, run.config.seed) for run in finals] == [(3e-3, 0), (3e-3, 1)]
+    assert {run.folder.name for run in finals} == {"lr-0.003_seed-0", "lr-0.003_seed-1"}
+
+
 def test_a_rate_is_chosen_without_those_that_diverged_or_failed(tmp_path: Path) -> None:
     made = study(tmp_path, lrs=[1, 2, 4])
     runs = made.tuning(tmp_path, "exact")

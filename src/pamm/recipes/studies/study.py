@@ -80,7 +80,8 @@ class Study:
         base: keys of a run (``PretrainConfig``), without name, arms, lr and seed.
         cells: the paper's studies (ratio, shape, tolerance, method), one or a list; or a mapping
             from names to keys of an arm, and under ``run`` what differs from the base.
-        lrs: learning rates to choose from, the same for every cell.
+        lrs: learning rates to choose from, the same for every cell but those whose arm has an
+            ``lr`` of its own, which is known to be good from elsewhere.
         more_lrs: how many rates a cell may add, one after the other, while its best one is the
             least or the largest: in the same proportion as the last two there.
         seeds: of weights, batches and draws.
@@ -156,6 +157,11 @@ class Study:
         name = f"lr-{lr:g}_seed-{seed}" + ("" if steps is None else f"_steps-{steps}")
         return Run(cell, config, folder / "runs" / _slug(cell) / name)
 
+    def lrs_of(self, cell: str) -> tuple[float, ...]:
+        """The rates that a cell chooses from: its own one alone, if it has that."""
+        own = self._config(cell, self.cells[cell], self.lrs[0], self.seeds[0]).arms[0].lr
+        return self.lrs if own is None else (own,)
+
     def tuning(self, folder: Path, cell: str) -> list[Run]:
         """One training at each rate, in the order of rates; none if there is only one rate.
 
@@ -165,7 +171,8 @@ class Study:
         def run(lr: float) -> Run:
             return self.run(folder, cell, lr, self.seeds[0], self.tune_steps)
 
-        runs = [run(lr) for lr in self.lrs] if len(self.lrs) > 1 else []
+        lrs = self.lrs_of(cell)
+        runs = [run(lr) for lr in lrs] if len(lrs) > 1 else []
         for _ in range(self.more_lrs if runs else 0):
             if not all(run.is_over for run in runs):
                 break
@@ -184,7 +191,7 @@ class Study:
         runs = self.tuning(folder, cell)
         if not all(run.is_over for run in runs):
             return None
-        return min(runs, key=lambda run: run.loss).config.lr if runs else self.lrs[0]
+        return min(runs, key=lambda run: run.loss).config.lr if runs else self.lrs_of(cell)[0]
 
     def keeps_checkpoints(self, run: Run) -> bool:
         """Whether the last checkpoint of a run is written, and stays."""
