@@ -1,8 +1,8 @@
-"""The frontier of a study: perplexity against the bytes that are held, and against GPU time.
+"""The frontier of studies: perplexity against the bytes that are held, and against GPU time.
 
-    python benchmarks/frontier.py STUDY_FOLDER SPEED.jsonl OUTPUT_FOLDER
+    python benchmarks/frontier.py SPEED.jsonl OUTPUT_FOLDER STUDY_FOLDER...
 
-Filled: final trainings, with the standard deviation over seeds. Hollow: the first seed's shorter
+Each training is set against exact training of the same study, length and seed. Filled: final trainings, with the standard deviation over seeds. Hollow: the first seed's shorter
 training at the best rate, against exact's of the same length. Time is that of whole compiled steps
 by ``pamm bench model``, of the study's own shape and of a larger one, where PAMM pays more; the
 perplexities are the study's in both. ``recompute`` is not trained: its gradients are exact's.
@@ -43,20 +43,16 @@ class Point(NamedTuple):
 
 def points(study: Study, folder: Path) -> list[Point]:
     """All cells but exact's, short and final."""
-    cell = _exact(study)
-    x_bytes = next(iter(_trained(study, folder, cell, is_final=False).values())).predicted_bytes
     found = []
     for is_final in (False, True):
-        exact = _trained(study, folder, cell, is_final)
-        if not exact:
-            continue
-        found.append(Point("recompute", PammConfig("recompute"), 0.0, 0.0, 0.0, is_final, 1.0))
+        exact = _trained(study, folder, _exact(study), is_final)
         for name in study.cells:
-            config = study.tuning(folder, name)[0].arm.config
+            config = study.run(folder, name, study.lrs[0], study.seeds[0]).arm.config
             results = _trained(study, folder, name, is_final)
             seeds = [seed for seed in results if seed in exact]
             if config.method == "exact" or not seeds:
                 continue
+            x_bytes = exact[seeds[0]].predicted_bytes
             values = [100 * (results[s].perplexity / exact[s].perplexity - 1) for s in seeds]
             above = statistics.mean(values)
             spread = statistics.stdev(values) if len(values) > 1 else 0.0
@@ -105,12 +101,14 @@ def step_times(records: list[dict[str, Any]], shape: str) -> dict[tuple[str, flo
     return times
 
 
-def title(study: Study) -> str:
+def title(studies: list[Study]) -> str:
     """What is compared, and what the marks are."""
-    short, final = study.tune_steps or study.base["steps"], study.base["steps"]
+    first = studies[0]
+    short, final = first.tune_steps or first.base["steps"], first.base["steps"]
     return (
-        f"Study {study.name}: filled, {len(study.seeds)} seeds, {final:,} steps; hollow, one seed, "
-        f"{short:,} steps\nall at their best rate, triangles with a quarter of it on q, k and v"
+        f"Studies {', '.join(study.name for study in studies)}: filled, {len(first.seeds)} seeds, "
+        f"{final:,} steps; hollow, one seed, {short:,} steps\n"
+        "all at their best rate, triangles with a quarter of it on q, k and v"
     )
 
 
@@ -203,13 +201,16 @@ def _colour(point: Point) -> str:
 
 def main() -> None:
     """Draw both, and print what is on them."""
-    folder, speeds, output = map(Path, sys.argv[1:4])
+    speeds, output, *folders = map(Path, sys.argv[1:])
     records = [json.loads(line) for line in speeds.read_text().splitlines()]
-    study = Study.load(folder / STUDY)
-    found = points(study, folder)
+    studies = [Study.load(folder / STUDY) for folder in folders]
+    exact = PammConfig("recompute")  # whose gradients are exact's: it is not trained
+    found = [Point("recompute", exact, 0.0, 0.0, 0.0, True, 1.0)]
+    for study, folder in zip(studies, folders, strict=True):
+        found += points(study, folder)
     times = {shape: step_times(records, shape) for shape in SHAPES}
-    (output / "frontier-bytes.png").write_bytes(bytes_plot(found, title(study)))
-    picture = time_plot(found, title(study), times, slope(study, folder))
+    (output / "frontier-bytes.png").write_bytes(bytes_plot(found, title(studies)))
+    picture = time_plot(found, title(studies), times, slope(studies[0], folders[0]))
     (output / "frontier-time.png").write_bytes(picture)
     for point in sorted(found, key=lambda point: (point.is_final, point.above)):
         key = (point.config.method, point.config.ratio)

@@ -17,7 +17,7 @@ STUDY = ROOT / "benchmarks/results/h200/studies/60m"
 def test_both_pictures_of_the_committed_study(tmp_path: Path) -> None:
     speeds = STUDY.parents[1] / "speed.jsonl"
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(STUDY), str(speeds), str(tmp_path)],
+        [sys.executable, str(SCRIPT), str(speeds), str(tmp_path), str(STUDY)],
         text=True,
         capture_output=True,
         check=True,

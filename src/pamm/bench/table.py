@@ -1,5 +1,6 @@
 """Benchmark results as tables for the terminal."""
 
+from rich import box
 from rich.table import Table
 
 from pamm.bench.records import Record
@@ -13,7 +14,7 @@ def op_table(records: list[Record]) -> Table:
     table = _table(
         f"{first['tokens']:,} tokens, {first['n']} -> {outputs}, k = {first['k']}, "
         f"{first['dtype']}, {first['device']}",
-        ("forward ms", "backward ms", "total ms", "exact / arm", "host ms", "held"),
+        ("forward\nms", "backward\nms", "total\nms", "exact\n/ arm", "host\nms", "held"),
     )
     for record in records:
         table.add_row(
@@ -33,8 +34,8 @@ def model_table(records: list[Record]) -> Table:
     table = _table(
         f"LLaMA {first['model']}, {first['layers']} layers, {first['tokens']:,} tokens a step, "
         f"k = {first['k']}, {first['dtype']}, {mode}, {first['device']}",
-        ("forward ms", "backward ms", "optimizer ms", "tokens/s", "exact / arm")
-        + (("peak allocated", "reserved", "X freed") if "peak_allocated_bytes" in first else ()),
+        ("forward\nms", "backward\nms", "optimizer\nms", "tokens/s", "exact\n/ arm")
+        + (("peak\nallocated", "X\nfreed") if "peak_allocated_bytes" in first else ()),
     )
     exact = next((record for record in records if record["arm"] == "exact"), None)
     for record in records:
@@ -45,9 +46,7 @@ def model_table(records: list[Record]) -> Table:
             _against_exact(records, record),
         ]
         if "peak_allocated_bytes" in record:
-            row += [
-                format_bytes(record[f"peak_{kind}_bytes"]) for kind in ("allocated", "reserved")
-            ]
+            row.append(format_bytes(record["peak_allocated_bytes"]))
             freed = exact and exact["peak_allocated_bytes"] - record["peak_allocated_bytes"]
             row.append(f"{freed / record['x_bytes']:.1%}" if freed else "")
         table.add_row(*row)
@@ -56,7 +55,7 @@ def model_table(records: list[Record]) -> Table:
 
 def tune_table(title: str, records: list[Record]) -> Table:
     """What each kernel takes with its first tile and with the one chosen."""
-    table = _table(title, ("default ms", "chosen ms", "chosen tile"), "kernel")
+    table = _table(title, ("default\nms", "chosen\nms", "chosen tile"), "kernel")
     for record in records:
         sizes = " ".join(f"{name}={value}" for name, value in record["tile"].items())
         times = (f"{record[f'{which}_ms']:.4f}" for which in ("default", "best"))
@@ -70,7 +69,7 @@ def breakdown_table(records: list[Record]) -> Table:
     table = _table(
         f"LLaMA {first['model']}, {first['layers']} layers, {first['arm']}: one step of "
         f"{first['iteration_ms']:.1f} ms on {first['device']}",
-        ("pass", "ms", "of the iteration", "of the pass"),
+        ("pass", "ms", "of the\niteration", "of the\npass"),
         first_column="part",
     )
     for record in records:
@@ -86,8 +85,10 @@ def breakdown_table(records: list[Record]) -> Table:
 
 
 def _table(title: str, columns: tuple[str, ...], first_column: str = "arm") -> Table:
-    table = Table(title=title, title_justify="left")
-    table.add_column(first_column, no_wrap=True)
+    table = Table(
+        title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
+    )
+    table.add_column(first_column, overflow="fold")
     for name in columns:
         table.add_column(name, justify="right", no_wrap=True)
     return table
