@@ -2,10 +2,11 @@
 
     python benchmarks/frontier.py SPEED.jsonl OUTPUT_FOLDER STUDY_FOLDER...
 
-Each training is set against exact training of the same study, length and seed. Filled: final trainings, with the standard deviation over seeds. Hollow: the first seed's shorter
-training at the best rate, against exact's of the same length. Time is that of whole compiled steps
-by ``pamm bench model``, of the study's own shape and of a larger one, where PAMM pays more; the
-perplexities are the study's in both. ``recompute`` is not trained: its gradients are exact's.
+Each training is set against exact training of the same study, length and seed. Filled: final
+trainings, with the standard deviation over seeds. Hollow: the first seed's shorter training at the
+best rate. Time is that of whole compiled steps by ``pamm bench model``, of the studies' own shape
+and of a larger one, where PAMM pays more; the perplexities are the studies' in both.
+``recompute`` is not trained: its gradients are exact's.
 """
 
 import json
