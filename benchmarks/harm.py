@@ -6,9 +6,9 @@
 ``measure`` trains a 60M LLaMA exactly for a while (benchmarks/quality.py, which also makes the
 tokens), stops, and takes the gradients of q, k and v for the same batches from every setting of a
 study of ``pamm ablate``. ``plot`` sets them against what each cost in the study's trainings that
-chose the rates. Give ``measure`` a GPU to itself: beside three trainings on the same one, 16
-batches were not done in two minutes. With a_t the approximate and e_t the exact gradient of batch
-t, at the same weights:
+chose the rates. On an H200 two minutes were not enough for it, neither beside other trainings nor
+alone, for a reason not known. With a_t the approximate and e_t the exact gradient of batch t, at
+the same weights:
 
     relative error   mean over t of ||a_t - e_t|| / ||e_t||
     1 - cosine       mean over t of 1 - <a_t, e_t> / (||a_t|| ||e_t||)

@@ -1,4 +1,4 @@
-"""benchmarks/frontier.py on the committed study, and how it pairs speeds."""
+"""benchmarks/frontier.py on the committed studies, and how it pairs speeds."""
 
 import json
 import runpy
@@ -12,12 +12,13 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks/frontier.py"
 STUDY = ROOT / "benchmarks/results/h200/studies/60m"
+FINALS = STUDY.with_name("60m-finals")
 
 
-def test_both_pictures_of_the_committed_study(tmp_path: Path) -> None:
+def test_both_pictures_of_the_committed_studies(tmp_path: Path) -> None:
     speeds = STUDY.parents[1] / "speed.jsonl"
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(speeds), str(tmp_path), str(STUDY)],
+        [sys.executable, str(SCRIPT), str(speeds), str(tmp_path), str(STUDY), str(FINALS)],
         text=True,
         capture_output=True,
         check=True,
@@ -31,6 +32,16 @@ def test_both_pictures_of_the_committed_study(tmp_path: Path) -> None:
     exact = [json.loads(p.read_text()) for p in (STUDY / "runs").glob("exact/*1000/result.json")]
     best, level = (min(each["perplexity"] for each in of) for of in (tries, exact))
     assert line.split()[6] == f"{100 * (best / level - 1):+.2f}"
+
+    def of(cell: str, seed: int) -> float:
+        """Perplexity in the study that has final trainings alone."""
+        (path,) = (FINALS / "runs").glob(f"{cell}/*_seed-{seed}/result.json")
+        return json.loads(path.read_text())["perplexity"]
+
+    (line,) = (each for each in done.stdout.splitlines() if each.startswith("subspace 1/8  ")
+               and " final " in each)  # fmt: skip
+    above = [100 * (of("subspace-1-8", seed) / of("exact", seed) - 1) for seed in range(3)]
+    assert f" {sum(above) / 3:+.2f} " in line, "against exact of the same study and seed"
 
 
 def test_a_step_is_timed_against_exact_of_the_same_run() -> None:
