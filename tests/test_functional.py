@@ -27,6 +27,11 @@ def gradients(
     return (y.detach(), *torch.autograd.grad(y, leaves, grad))
 
 
+def strides(tensor: Tensor) -> list[int]:
+    """Of the axes where they mean something."""
+    return [stride for stride, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1]
+
+
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("layout", ["plain", "transposed", "sliced", "expanded"])
 @pytest.mark.parametrize("shape", [(12,), (5, 12), (2, 5, 12), (2, 3, 5, 12), (1, 12), (1, 1, 12)])
@@ -46,6 +51,7 @@ def test_forward_input_and_bias_gradients_are_those_of_linear_bit_for_bit(
     actual = gradients(ours, x, weight, bias, grad)
     for number, name in ((0, "y"), (1, "dx"), *([(3, "dbias")] if has_bias else [])):
         assert torch.equal(actual[number], expected[number]), name
+        assert strides(actual[number]) == strides(expected[number]), name
     assert actual[2].shape == weight.shape
     assert actual[2].is_contiguous()
     assert actual[2].dtype == dtype

@@ -88,8 +88,9 @@ def test_x_has_its_strides_again_whatever_hooks_made_of_the_norms_input() -> Non
     h = torch.randn(8, 5).t().requires_grad_()
     models = twins(Columns(), h)
     for model in models:
+        # Not the weights': the product with a weight in another layout has other last bits.
         hooks = torch.autograd.graph.saved_tensors_hooks(
-            lambda kept: kept.contiguous(), lambda kept: kept
+            lambda kept: kept.contiguous() if kept.shape == h.shape else kept, lambda kept: kept
         )
         with hooks:
             loss = model(h).square().sum()

@@ -38,6 +38,7 @@ class CompressedLinear(torch.autograd.Function):
         *state: Tensor,
     ) -> Tensor:
         ctx.compressor, ctx.dtype = compressor, x.dtype
+        ctx.is_column_major = x.ndim == 2 and x.stride() == (1, x.shape[0])
         ctx.save_for_backward(weight if ctx.needs_input_grad[0] else None, *state)
         return F.linear(x if cast is None else cast, weight, bias)
 
@@ -51,7 +52,9 @@ class CompressedLinear(torch.autograd.Function):
         rows = grad.reshape(-1, grad.shape[-1])
         grad_x = None
         if needs_x:
-            grad_x = (rows @ weight).to(ctx.dtype).reshape(*grad.shape[:-1], weight.shape[1])
+            # Column-major for such an x, as autograd does: its strides, and the last bits.
+            grad_x = (weight.t() @ rows.t()).t() if ctx.is_column_major else rows @ weight
+            grad_x = grad_x.to(ctx.dtype).reshape(*grad.shape[:-1], weight.shape[1])
         grad_weight = ctx.compressor.weight_grad(tuple(state), rows) if needs_weight else None
         grad_bias = grad.sum_to_size(grad.shape[-1]) if needs_bias else None
         return grad_x, None, grad_weight, grad_bias, None, *(None for _ in state)
