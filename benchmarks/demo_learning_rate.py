@@ -19,7 +19,7 @@ from pamm.recipes.pretraining.pretrain import open_run, train_arms
 from pamm.recipes.settings import Arm
 
 RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
-METHODS = {"exact": PammConfig(method="exact"), "pamm-1/128": PammConfig(ratio=1 / 128)}
+METHODS = {"exact": PammConfig(method="exact"), "pamm-1/128": PammConfig("pamm", 1 / 128)}
 RESULTS = Path(__file__).parent / "results" / "demo_learning_rate.jsonl"
 COLUMNS = ("name", "lr", "perplexity", "validation_loss", "steps", "tokens", "device", "versions")
 

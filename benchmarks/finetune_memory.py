@@ -173,7 +173,7 @@ def _lora_arm(
     wanted = LoraConfig(r=rank, lora_alpha=rank, target_modules=["q_proj", "k_proj", "v_proj"])
     model: Any = get_peft_model(base, wanted, autocast_adapter_dtype=arm != "lora_bf16")  # type: ignore[arg-type]
     model.train()
-    method = pamm.PammConfig("exact") if ratio is None else pamm.PammConfig(ratio=ratio)  # type: ignore[arg-type]
+    method = pamm.PammConfig("exact") if ratio is None else pamm.PammConfig("pamm", ratio)  # type: ignore[arg-type]
     towers = {
         "vision": pamm.convert(model, method, include="*vision_tower*"),
         "language": pamm.convert(model, method, exclude="*vision_tower*"),

@@ -58,7 +58,7 @@ def main() -> None:
     shares = [1 - batch["attention_mask"].float().mean().item() for batch in batches]
     for ratio in ("1/16", "1/128", "1/256"):
         for skips in (False, True):
-            pamm.convert(model, pamm.PammConfig(ratio=ratio))  # type: ignore[arg-type]
+            pamm.convert(model, pamm.PammConfig("pamm", ratio))  # type: ignore[arg-type]
             if skips:
                 stop = skip_padding(model)
             cosines = [

@@ -62,7 +62,7 @@ def measure(folder: str, case: Case, convert: bool) -> tuple[int, int]:
     source = Source.load(folder)
     model = source.build(how.weights, DEVICE)
     if convert:
-        pamm.convert(model, pamm.PammConfig(ratio=RATIO))
+        pamm.convert(model, pamm.PammConfig("pamm", RATIO))
     if case.checkpointing:
         checkpoint(model, how, simulated=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
@@ -91,7 +91,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             case.config.save_pretrained(folder)
             arguments = {"batch": case.batch, "seq": case.seq, "dtype": case.dtype}
-            config = pamm.PammConfig(ratio=RATIO)
+            config = pamm.PammConfig("pamm", RATIO)
             found = plan(folder, config=config, checkpointing=case.checkpointing, **arguments)  # type: ignore[arg-type]
             for arm, predicted in (("exact", found.exact), ("pamm", found.pamm)):
                 saved, peak = measure(folder, case, arm == "pamm")

@@ -26,7 +26,7 @@ from pamm.bench.records import Record, append, environment
 from pamm.bench.timing import interleave
 from pamm.recipes.pretraining.model import compile_blocks
 
-CONFIG = pamm.PammConfig(ratio=1 / 512)
+CONFIG = pamm.PammConfig("pamm", 1 / 512)
 WAYS = ("ddp", "fsdp2")
 WARMUP = 3  # turns
 

@@ -69,7 +69,7 @@ def main() -> None:
     for mode, (dtype, autocast, checkpointing) in modes.items():
         model = build(dtype, checkpointing)
         exact = saved_bytes(model, autocast)
-        pamm.convert(model, pamm.PammConfig(ratio=1 / 128))
+        pamm.convert(model, pamm.PammConfig("pamm", 1 / 128))
         ours = saved_bytes(model, autocast)
         records.append(
             {

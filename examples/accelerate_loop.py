@@ -29,7 +29,7 @@ def main() -> None:
         use_cache=False,
     )
     model = LlamaForCausalLM(config)
-    report = pamm.convert(model, pamm.PammConfig(ratio=1 / 32))
+    report = pamm.convert(model, pamm.PammConfig("pamm", 1 / 32))
     accelerator.print(report)
     optimizer = torch.optim.AdamW(pamm.param_groups(model, lr=3e-3, lr_factor=0.5))
     ids = (torch.arange(32) + torch.arange(256)[:, None]) % 64

@@ -26,7 +26,7 @@ def main(
         tasks=tasks,
         arms=(
             Arm("exact", PammConfig(method="exact")),
-            Arm("pamm-1/128", PammConfig(ratio=1 / 128), lr_factor=4),
+            Arm("pamm-1/128", PammConfig("pamm", 1 / 128), lr_factor=4),
         ),
         lrs=(3e-5,),
         factor_task=tasks[0],

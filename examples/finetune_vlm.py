@@ -24,7 +24,11 @@ def main(model: str, data: str, output: Path = Path("runs")) -> None:
         lora={"r": 16, "lora_alpha": 16},
         arms=(
             VlmArm("lora", PammConfig("exact")),
-            VlmArm("lora+pamm", PammConfig(ratio=1 / 512), vision=PammConfig(ratio=1 / 128)),
+            VlmArm(
+                "lora+pamm",
+                PammConfig("pamm", 1 / 512),
+                vision=PammConfig("pamm", 1 / 128),
+            ),
         ),
         batch_size=4,
         seeds=(0,),

@@ -37,7 +37,7 @@ class LanguageModel(lightning.LightningModule):
 
 def main(folder: str) -> None:
     ids = (torch.arange(32) + torch.arange(128)[:, None]) % 64
-    callback = PammCallback(pamm.PammConfig(ratio=1 / 32))
+    callback = PammCallback(pamm.PammConfig("pamm", 1 / 32))
     trainer = lightning.Trainer(
         max_steps=10, default_root_dir=folder, callbacks=[callback], logger=False, devices=1
     )

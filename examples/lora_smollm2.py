@@ -108,7 +108,7 @@ def run(arm: str, options: argparse.Namespace) -> dict[str, Any]:
 
     rows = ids[: len(ids) // options.tokens * options.tokens].view(-1, options.tokens)
     data = [{"input_ids": row, "labels": row} for row in rows]
-    config, has_pamm, clock = PammConfig(ratio=options.ratio), arm.endswith("pamm"), Clock()
+    config, has_pamm, clock = PammConfig("pamm", options.ratio), arm.endswith("pamm"), Clock()
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             folder,

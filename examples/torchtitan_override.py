@@ -3,7 +3,7 @@
     python examples/torchtitan_override.py
 
 Needs pamm-torch and torchtitan 0.3. With the trainer the same override is one option on the command
-line: --override.imports 'pamm.integrations.torchtitan.qkv={"ratio": "1/512"}'
+line: --override.imports 'pamm.integrations.torchtitan.qkv={"method": "pamm"}'
 """
 
 import torch
@@ -27,7 +27,10 @@ def main() -> None:
     config = llama3_configs["debugmodel"]("flex")
     config.layers = config.layers[:2]
     apply_overrides(
-        OverrideConfig(imports=[("pamm.integrations.torchtitan.qkv", {"ratio": "1/32"})]), config
+        OverrideConfig(
+            imports=[("pamm.integrations.torchtitan.qkv", {"method": "pamm", "ratio": "1/32"})]
+        ),
+        config,
     )
     with torch.device("meta"):
         model = config.build()

@@ -52,7 +52,7 @@ def main(folder: str) -> None:
             dataloader_pin_memory=torch.cuda.is_available(),
         ),
         train_dataset=Counting(),
-        pamm=pamm.PammConfig(ratio=1 / 32),
+        pamm=pamm.PammConfig("pamm", 1 / 32),
         pamm_lr_factor=0.5,
         pamm_log_steps=5,
     )

@@ -37,7 +37,7 @@ def main(folder: str) -> None:
         pad_token_id=0,
         eos_token_id=1,
     )
-    callback = PammCallback(pamm.PammConfig(ratio=1 / 16))
+    callback = PammCallback(pamm.PammConfig("pamm", 1 / 16))
     trainer = SFTTrainer(
         LlamaForCausalLM(config),
         args=SFTConfig(

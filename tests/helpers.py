@@ -68,7 +68,7 @@ class Model(nn.Module):
 
 def exact_config() -> pamm.PammConfig:
     """Every row is its own generator: PAMM's weight gradient is exact up to rounding."""
-    return pamm.PammConfig(ratio=1.0)
+    return pamm.PammConfig("pamm", 1.0)
 
 
 def pamm_layers(model: nn.Module) -> list[Pamm]:

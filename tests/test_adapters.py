@@ -24,7 +24,7 @@ transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 
 WIDTH, BLOCKS, TOKENS = 64, 2, 64
-CONFIG = pamm.PammConfig(ratio=1 / 8)
+CONFIG = pamm.PammConfig("pamm", 1 / 8)
 BLOCK = "base_model.model.model.layers.0.self_attn"
 
 

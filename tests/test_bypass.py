@@ -95,7 +95,7 @@ def test_axolotls_apply_qkv_that_calls_the_layers_passes() -> None:
     model = Model()
     attention: Any = model.layers[0].attention
     attention.apply_qkv = MethodType(original_apply_qkv, attention)
-    assert len(pamm.convert(model).converted) == 2
+    assert len(pamm.convert(model, pamm.PammConfig("pamm")).converted) == 2
 
 
 def test_a_fused_mlp_is_skipped_with_the_reason_and_attention_is_converted() -> None:
@@ -107,7 +107,7 @@ def test_a_fused_mlp_is_skipped_with_the_reason_and_attention_is_converted() -> 
     mlp: Any = nn.ModuleDict({"gate_proj": nn.Linear(16, 16), "up_proj": nn.Linear(16, 16)})
     mlp.forward = MethodType(apply_lora_mlp, mlp)
     model.layers[0].mlp = mlp
-    report = pamm.convert(model, targets=("attention", "mlp"))
+    report = pamm.convert(model, pamm.PammConfig("pamm"), targets=("attention", "mlp"))
     assert [group.name for group in report.converted] == [
         "layers.0.attention.{q_proj,k_proj,v_proj}"
     ]
@@ -135,5 +135,5 @@ def test_torchaos_quantised_weights() -> None:
 
 def test_plain_models_pass() -> None:
     model = Model()
-    assert len(pamm.convert(model).converted) == 2
+    assert len(pamm.convert(model, pamm.PammConfig("pamm")).converted) == 2
     model(torch.randn(2, 4, 16)).sum().backward()

@@ -3,20 +3,40 @@
 import dataclasses
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pamm import PammConfig, PammError
+from pamm.config import METHODS
 
 
-def test_defaults_are_the_papers_recommendation() -> None:
-    config = PammConfig()
-    assert (config.method, config.ratio, config.tolerance) == ("pamm", 1 / 512, None)
+def test_the_default_is_what_costs_least_and_the_papers_form_has_its_recommendation() -> None:
+    assert PammConfig() == PammConfig("sampled", 1 / 2)
+    config = PammConfig("pamm")
+    assert (config.ratio, config.tolerance) == (1 / 512, None)
+
+
+@pytest.mark.parametrize("given", [{"ratio": "1/128"}, {"tolerance": 0.5}], ids=str)
+def test_a_number_without_the_method_it_is_for_is_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(
+        PammError, match=r"is (1/128|0\.5), but what it means depends on the method"
+    ):
+        PammConfig(**given)
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "pamm"])
+def test_a_tolerance_for_a_method_without_one_is_refused(method: str) -> None:
+    assert PammConfig(method, tolerance=math.inf).tolerance is None
+    with pytest.raises(
+        PammError, match=f"tolerance is 0.5, which method 'pamm' alone has.*{method}"
+    ):
+        PammConfig(method, tolerance=0.5)
 
 
 @pytest.mark.parametrize("text", ["1/128", "0.0078125", 1 / 128])
 def test_ratio_is_read_from_fractions_and_numbers(text: str | float) -> None:
-    assert PammConfig(ratio=text).ratio == 1 / 128  # type: ignore[arg-type]
+    assert PammConfig("pamm", text).ratio == 1 / 128  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -34,23 +54,23 @@ def test_ratio_is_read_from_fractions_and_numbers(text: str | float) -> None:
     ],
 )
 def test_number_of_generators(ratio: float, tokens: int, k: int) -> None:
-    assert PammConfig(ratio=ratio).generators(tokens) == k
+    assert PammConfig("pamm", ratio).generators(tokens) == k
 
 
 @pytest.mark.parametrize("ratio", [0, -0.1, 2, math.nan, math.inf, "one", "1/0", True])
 def test_bad_ratio_says_what_is_allowed(ratio: object) -> None:
     with pytest.raises(PammError, match="above 0 and at most 1, such as 1/512"):
-        PammConfig(ratio=ratio)  # type: ignore[arg-type]
+        PammConfig("pamm", ratio)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("tolerance", [-1, math.nan, "wide", True])
 def test_bad_tolerance_says_what_is_allowed(tolerance: object) -> None:
     with pytest.raises(PammError, match="0 or above, or None"):
-        PammConfig(tolerance=tolerance)  # type: ignore[arg-type]
+        PammConfig("pamm", tolerance=tolerance)  # type: ignore[arg-type]
 
 
 def test_infinite_tolerance_is_none() -> None:
-    assert PammConfig(tolerance=math.inf) == PammConfig(tolerance=None)
+    assert PammConfig("pamm", tolerance=math.inf) == PammConfig("pamm", tolerance=None)
 
 
 def test_bad_method_lists_the_methods() -> None:
@@ -76,14 +96,14 @@ def test_is_frozen_and_hashable() -> None:
 @pytest.mark.parametrize("name", ["config.json", "config.yaml", "config.yml"])
 @pytest.mark.parametrize("tolerance", [None, 0.25])
 def test_round_trip_through_files(tmp_path: Path, name: str, tolerance: float | None) -> None:
-    config = PammConfig(method="uniform_crs", ratio=1 / 3, tolerance=tolerance, seed=1 << 40)
+    config = PammConfig("pamm", ratio=1 / 3, tolerance=tolerance, seed=1 << 40)
     config.save(tmp_path / name)
     assert PammConfig.load(tmp_path / name) == config
 
 
 def test_a_person_may_write_a_fraction(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text("ratio: 1/256\ntolerance: .inf\n")
-    assert PammConfig.load(tmp_path / "config.yaml") == PammConfig(ratio=1 / 256)
+    (tmp_path / "config.yaml").write_text("method: pamm\nratio: 1/256\ntolerance: .inf\n")
+    assert PammConfig.load(tmp_path / "config.yaml") == PammConfig("pamm", 1 / 256)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ NAME = "layers.{}.attention.{{q_proj,k_proj,v_proj}}"
 def converted(**changes: object) -> Model:
     torch.manual_seed(0)
     model = Model()
-    config = pamm.PammConfig(**{"ratio": 1 / 8, **changes})  # type: ignore[arg-type]
+    config = pamm.PammConfig(**{"method": "pamm", "ratio": 1 / 8, **changes})  # type: ignore[arg-type]
     pamm.convert(model, config, example=torch.zeros(X))
     return model
 
@@ -85,7 +85,7 @@ def test_watching_changes_no_gradient_and_leaves_nothing_behind() -> None:
 
 def test_held_bytes_are_those_of_the_report() -> None:
     model = Model()
-    report = pamm.convert(model, pamm.PammConfig(ratio=1 / 8))
+    report = pamm.convert(model, pamm.PammConfig("pamm", 1 / 8))
     with watch(model) as watched:
         model(torch.randn(X)).sum().backward()
     assert watched.metrics()["held_bytes"] == report.held_bytes(64)

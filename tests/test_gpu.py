@@ -26,7 +26,7 @@ LAUNCHES_BACKWARD = 2  # segment sum, expansion; for each projection
 def attention(ratio: float) -> nn.ModuleDict:
     layers = {f"{name}_proj": nn.Linear(FEATURES, FEATURES, bias=False) for name in "qkv"}
     model = nn.ModuleDict(layers).to("cuda", torch.bfloat16)
-    pamm.convert(model, pamm.PammConfig(ratio=ratio))
+    pamm.convert(model, pamm.PammConfig("pamm", ratio))
     return model
 
 
@@ -47,7 +47,7 @@ def _waiting_is_allowed_afterwards() -> Iterator[None]:
 def test_nothing_waits_for_the_device(ratio: float, tolerance: float | None) -> None:
     layers = {f"{name}_proj": nn.Linear(FEATURES, FEATURES) for name in "qkv"}
     model = nn.ModuleDict(layers).to("cuda", torch.bfloat16)
-    pamm.convert(model, pamm.PammConfig(ratio=ratio, tolerance=tolerance))
+    pamm.convert(model, pamm.PammConfig("pamm", ratio, tolerance=tolerance))
     rows = x()
     for number in range(3):
         if number == 1:  # the first pass compiles
@@ -150,7 +150,7 @@ def test_tuning_keeps_results_and_writes_a_file(
     tiles.tile.cache_clear()
     records = tune(
         Shape(TOKENS, FEATURES, FEATURES),
-        pamm.PammConfig(ratio=1 / 128),
+        pamm.PammConfig("pamm", 1 / 128),
         torch.device("cuda"),
         torch.bfloat16,
     )

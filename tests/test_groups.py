@@ -8,7 +8,7 @@ import pamm
 from pamm.groups import TARGETS, leaves
 from tests.helpers import NAMES, Attention, Model, pamm_layers, saved_bytes, saved_tensors
 
-CONFIG = pamm.PammConfig(ratio=1 / 8)
+CONFIG = pamm.PammConfig("pamm", 1 / 8)
 X = torch.randn(2, 20, 16)
 
 

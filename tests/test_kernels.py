@@ -94,7 +94,9 @@ def test_equals_the_reference(
     if zeros:
         x = x.clone()
         x[::3] = 0
-    index = Stream(seed=1).draw(tokens, PammConfig(ratio=ratio).generators(tokens), CPU).to(DEVICE)
+    index = (
+        Stream(seed=1).draw(tokens, PammConfig("pamm", ratio).generators(tokens), CPU).to(DEVICE)
+    )
     if not clear_of_the_threshold(x, index, tolerance):
         tolerance = None
     slow = reference.compress(x, index, tolerance)

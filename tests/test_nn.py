@@ -22,7 +22,7 @@ from tests.helpers import (
     saved_tensors,
 )
 
-CONFIG = pamm.PammConfig(ratio=1 / 8)
+CONFIG = pamm.PammConfig("pamm", 1 / 8)
 
 
 def outcome(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -58,7 +58,7 @@ def test_everything_but_the_weights_of_q_k_and_v_is_bit_for_bit_exact(
 def test_a_few_steps_with_every_row_kept_follow_exact_training() -> None:
     model = Model()
     twin = copy.deepcopy(model)
-    pamm.convert(twin, pamm.PammConfig(ratio=1.0))
+    pamm.convert(twin, pamm.PammConfig("pamm", 1.0))
     x = torch.randn(2, 20, 16)
     for net in (model, twin):
         optimizer = torch.optim.SGD(net.parameters(), lr=0.01)

@@ -12,7 +12,7 @@ from tests.helpers import Model
 
 def test_only_the_weights_of_converted_layers_are_reduced() -> None:
     model = Model()
-    pamm.convert(model)
+    pamm.convert(model, pamm.PammConfig("pamm"))
     groups = {
         g["name"]: g for g in pamm.param_groups(model, lr=1e-3, lr_factor=0.25, weight_decay=0.1)
     }
@@ -42,7 +42,7 @@ def test_frozen_and_tied_parameters() -> None:
 
 def test_schedulers_keep_the_factor() -> None:
     model = Model()
-    pamm.convert(model)
+    pamm.convert(model, pamm.PammConfig("pamm"))
     optimizer = torch.optim.AdamW(pamm.param_groups(model, lr=1.0, lr_factor=0.25))
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     for _ in range(3):

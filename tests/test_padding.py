@@ -71,7 +71,7 @@ def test_a_mask_of_other_tokens_is_not_used() -> None:
 
 def test_one_generator_is_never_lost_to_padding() -> None:
     model = Block()
-    pamm.convert(model, pamm.PammConfig(ratio="1/128"))
+    pamm.convert(model, pamm.PammConfig("pamm", "1/128"))
     x = torch.randn(4, 16, 8)
     mask = (torch.arange(16) < 2).long().expand(4, 16)  # 7 of 8 rows are padding
     x[:, 2:] = 0  # a generator that is zero stands for nothing: the gradient is lost
@@ -106,7 +106,7 @@ def gradient(config: pamm.PammConfig, *, skips: bool) -> torch.Tensor:
 
 
 def test_generators_for_every_row_are_drawn_by_the_mask() -> None:
-    config = pamm.PammConfig(ratio=1 / 4)
+    config = pamm.PammConfig("pamm", 1 / 4)
     assert not torch.equal(gradient(config, skips=True), gradient(config, skips=False))
 
 
@@ -115,8 +115,8 @@ def test_generators_for_every_row_are_drawn_by_the_mask() -> None:
     [
         # These scale by all rows, so they must draw among all.
         pamm.PammConfig("uniform_crs", ratio=1 / 4),
-        pamm.PammConfig(ratio=1 / 4, tolerance=0.0),
-        pamm.PammConfig(ratio=1 / 4, tolerance=0.5),
+        pamm.PammConfig("pamm", 1 / 4, tolerance=0.0),
+        pamm.PammConfig("pamm", 1 / 4, tolerance=0.5),
         # These draw an offset, or features, here as many as there are tokens.
         pamm.PammConfig("sampled", ratio=1 / 4),
         pamm.PammConfig("subspace", ratio=1 / 4),
@@ -132,7 +132,7 @@ def test_no_other_draw_is_changed(config: pamm.PammConfig) -> None:
     "config",
     [
         pamm.PammConfig("uniform_crs", ratio=1 / 4),
-        pamm.PammConfig(ratio=1 / 4, tolerance=0.0),
+        pamm.PammConfig("pamm", 1 / 4, tolerance=0.0),
         pamm.PammConfig("sampled", ratio=1 / 4),
     ],
     ids=lambda config: config.method,
@@ -156,7 +156,7 @@ def test_the_mean_gradient_is_the_exact_one(config: pamm.PammConfig) -> None:
 
 def test_a_pass_without_a_mask_forgets_the_last_one() -> None:
     model = Block()
-    pamm.convert(model)
+    pamm.convert(model, pamm.PammConfig("pamm"))
     skip_padding(model)
     model(torch.randn(2, 4, 8), attention_mask=torch.ones(2, 4))
     assert groups(model)[0].stream.valid is not None

@@ -62,7 +62,7 @@ class TestTheModelNeverNotices:
 
     def test_a_converted_model_stays_converted(self) -> None:
         model = Model()
-        pamm.convert(model)
+        pamm.convert(model, pamm.PammConfig("pamm"))
         converted = repr(model)
         assert reader(probe(model, X), "layers.0.attention.q_proj").maker == "layers.0.norm"
         assert repr(model) == converted

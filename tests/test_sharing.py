@@ -22,7 +22,7 @@ from tests.helpers import (
     tensor_with_finaliser,
 )
 
-CONFIG = pamm.PammConfig(ratio=1 / 8)
+CONFIG = pamm.PammConfig("pamm", 1 / 8)
 
 
 @pytest.fixture

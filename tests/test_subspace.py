@@ -288,7 +288,6 @@ def test_a_function_cannot_carry() -> None:
 
 def test_the_default_ratio_is_three_eighths_of_the_features() -> None:
     assert CONFIG.ratio == 3 / 8
-    assert PammConfig().ratio == 1 / 512
     assert PammConfig.from_dict(CONFIG.to_dict()) == CONFIG
 
 

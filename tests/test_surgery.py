@@ -10,7 +10,7 @@ from pamm.groups import TARGETS
 from tests.helpers import Attention, Model, pamm_layers
 
 SIBLINGS = TARGETS["attention"]
-CONFIG = pamm.PammConfig(ratio=1 / 8)
+CONFIG = pamm.PammConfig("pamm", 1 / 8)
 
 
 def siblings(names: tuple[str, ...], features: tuple[int, ...] | None = None) -> nn.ModuleDict:
@@ -183,7 +183,7 @@ class TestNothing:
 
     def test_seeking_before_the_start(self) -> None:
         model = Model()
-        pamm.convert(model)
+        pamm.convert(model, pamm.PammConfig("pamm"))
         with pytest.raises(pamm.PammError, match="0 or above"):
             pamm.seek(model, -1)
 
@@ -203,14 +203,14 @@ class TestReport:
             nn.ModuleDict({n: nn.Linear(512, 512, dtype=torch.bfloat16) for n in SIBLINGS[0]})
             for _ in range(8)
         )
-        report = pamm.convert(model, pamm.PammConfig(ratio=1 / 512))
+        report = pamm.convert(model, pamm.PammConfig("pamm", 1 / 512))
         assert report.exact_bytes(32_768) == 256 << 20
         assert report.paper_bytes(32_768) == int(3.5 * (1 << 20))
         assert report.held_bytes(32_768) == 8 * (64 * 512 * 2 + 32_768 * 3 + 4)
 
     def test_reads_well(self) -> None:
         model = Model(layers=12)
-        text = str(pamm.convert(model, pamm.PammConfig(ratio=1 / 128, tolerance=0.5)))
+        text = str(pamm.convert(model, pamm.PammConfig("pamm", 1 / 128, tolerance=0.5)))
         assert "12 groups converted (pamm, ratio 1/128, tolerance 0.5)" in text
         assert "layers.{0..11}.attention.{q_proj,k_proj,v_proj}" in text
         assert "16 -> 16+16+16" in text

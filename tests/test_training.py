@@ -11,7 +11,7 @@ import pamm
 from pamm.nn import groups
 from tests.helpers import NAMES, Model, counted_compressions, saved_bytes, saved_tensors
 
-CONFIG = pamm.PammConfig(ratio=1 / 8)
+CONFIG = pamm.PammConfig("pamm", 1 / 8)
 
 
 def converted(config: pamm.PammConfig = CONFIG, dropout: float = 0.0) -> Model:
@@ -81,7 +81,7 @@ def test_activation_checkpointing_gives_the_same_exact_gradients(
 
 
 def test_with_every_row_kept_checkpointing_gives_the_exact_weight_gradient() -> None:
-    model = converted(pamm.PammConfig(ratio=1.0))
+    model = converted(pamm.PammConfig("pamm", 1.0))
     x = torch.randn(2, 20, 16, requires_grad=True)
     model(x).square().sum().backward()
     plain = grads(model)
@@ -106,7 +106,7 @@ def test_saved_tensors_can_be_offloaded() -> None:
     assert all(torch.equal(grad, plain[name]) for name, grad in grads(model).items())
 
 
-@pytest.mark.parametrize("config", [CONFIG, pamm.PammConfig(ratio=1 / 8, tolerance=0.5)])
+@pytest.mark.parametrize("config", [CONFIG, pamm.PammConfig("pamm", 1 / 8, tolerance=0.5)])
 def test_loss_scaler_sees_an_overflow_and_skips_the_step(config: pamm.PammConfig) -> None:
     model = converted(config)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -169,7 +169,7 @@ def test_another_seed_is_another_run() -> None:
     results = []
     for seed in (0, 0, 1):
         torch.manual_seed(0)
-        model = converted(pamm.PammConfig(ratio=1 / 8, seed=seed))
+        model = converted(pamm.PammConfig("pamm", 1 / 8, seed=seed))
         model(x).sum().backward()
         results.append(model.layers[0].attention.q_proj.weight.grad)
     assert torch.equal(results[0], results[1])
@@ -193,7 +193,7 @@ def test_a_converted_model_holds_the_predicted_bytes_and_no_more() -> None:
 
 def test_training_with_pamm_lowers_the_loss() -> None:
     torch.manual_seed(0)
-    model = converted(pamm.PammConfig(ratio=1 / 16))
+    model = converted(pamm.PammConfig("pamm", 1 / 16))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     teacher, x = Model(), torch.randn(8, 20, 16)
     y = teacher(x).detach()

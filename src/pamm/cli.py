@@ -132,7 +132,7 @@ def inspect(
     from pamm.analysis.inspect import inspect
     from pamm.config import PammConfig
 
-    config = PammConfig(ratio=ratio)  # type: ignore[arg-type]
+    config = PammConfig("pamm", ratio)  # type: ignore[arg-type]
     with Console(stderr=True).status("a training step without weights, in several settings"):
         found = inspect(
             model,
@@ -169,7 +169,7 @@ def plan(
     from pamm.analysis.plan import plan
     from pamm.config import PammConfig
 
-    config = PammConfig(ratio=ratio)  # type: ignore[arg-type]
+    config = PammConfig("pamm", ratio)  # type: ignore[arg-type]
     with Console(stderr=True).status("a training step without weights, for several batches"):
         found = plan(
             model,

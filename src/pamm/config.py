@@ -15,7 +15,8 @@ import yaml
 from pamm.errors import PammError
 
 METHODS = ("pamm", "subspace", "uniform_crs", "compact", "recompute", "sampled", "exact")
-DEFAULT_RATIO = {"subspace": 3 / 8, "sampled": 1 / 4}
+DEFAULT_METHOD = "sampled"
+DEFAULT_RATIO = {"subspace": 3 / 8, "sampled": 1 / 2}
 BACKENDS = ("auto", "triton", "torch")
 
 
@@ -30,11 +31,13 @@ class PammConfig:
             the features), ``"recompute"`` (keep nothing: the norm that made X makes it again in
             backward, and the gradient is exact), ``"sampled"`` (the same, and of its rows only
             some enter the gradient, drawn by the size of their tokens' gradients:
-            ``pamm.sampling``) or ``"exact"`` (keep X; the control in comparisons).
+            ``pamm.sampling``) or ``"exact"`` (keep X; the control in comparisons). ``"sampled"``
+            if left out: of what frees nearly all of X and is no slower than exact training on a
+            large model, it costs least (docs/quality.md).
         ratio: r, the share of the b tokens kept as generators, 0 < r <= 1:
             k = min(b, max(1, ceil(r b))); 1/512 if left out. With ``"subspace"`` and ``"compact"``
             the share of the n features kept as directions; with ``"subspace"`` 3/8 if left out.
-            With ``"sampled"`` the share of the tokens drawn in backward, 1/4 if left out. A string
+            With ``"sampled"`` the share of the tokens drawn in backward, 1/2 if left out. A string
             such as ``"1/512"`` is read as a fraction.
         tolerance: epsilon of the paper's eq. 3, relative to a row's norm: a row is kept if
             ||A_i - A~_i|| <= epsilon ||A_i||. ``None`` (or infinity) keeps every row, which the
@@ -44,30 +47,47 @@ class PammConfig:
             variable PAMM_BACKEND may decide), ``"triton"`` or ``"torch"``.
 
     Raises:
-        PammError: if a value is outside what is allowed.
+        PammError: if a value is outside what is allowed, or is given without the method that
+            says what it means.
 
     Example:
-        >>> PammConfig(ratio="1/128").generators(tokens=4096)
+        >>> PammConfig("pamm", "1/128").generators(tokens=4096)
         32
+        >>> PammConfig()
+        PammConfig(method='sampled', ratio=0.5, tolerance=None, seed=0, backend='auto')
     """
 
-    method: str = "pamm"
+    method: str = None  # type: ignore[assignment]  # a name once made
     ratio: float = None  # type: ignore[assignment]  # a number once made
     tolerance: float | None = None
     seed: int = 0
     backend: str = "auto"
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "tolerance", _tolerance(self.tolerance))
+        ratio = None if self.ratio is None else _ratio(self.ratio)
+        if self.method is None:
+            for name in ("ratio", "tolerance"):
+                if (value := getattr(self, name)) is not None:
+                    raise PammError(
+                        f"{name} is {value}, but what it means depends on the method, and none "
+                        "is given; method 'pamm' is the paper's."
+                    )
+            object.__setattr__(self, "method", DEFAULT_METHOD)
         if self.method not in METHODS:
             raise PammError(f"method is {self.method!r}; choose one of {', '.join(METHODS)}.")
+        if self.tolerance is not None and self.method != "pamm":
+            raise PammError(
+                f"tolerance is {self.tolerance:g}, which method 'pamm' alone has; leave it out "
+                f"with {self.method!r}."
+            )
         if self.backend not in BACKENDS:
             raise PammError(f"backend is {self.backend!r}; choose one of {', '.join(BACKENDS)}.")
-        ratio = DEFAULT_RATIO.get(self.method, 1 / 512) if self.ratio is None else self.ratio
-        object.__setattr__(self, "ratio", _ratio(ratio))
+        ratio = DEFAULT_RATIO.get(self.method, 1 / 512) if ratio is None else ratio
+        object.__setattr__(self, "ratio", ratio)
         # As text: a number that differs between two models torch.compile may turn into a symbol.
-        share = Fraction(self.ratio).limit_denominator(1 << 20)  # type: ignore[arg-type]
+        share = Fraction(ratio).limit_denominator(1 << 20)
         object.__setattr__(self, "_share", f"{share.numerator}/{share.denominator}")
-        object.__setattr__(self, "tolerance", _tolerance(self.tolerance))
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
             raise PammError(f"seed is {self.seed!r}; give a whole number, 0 or above.")
 

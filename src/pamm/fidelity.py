@@ -77,7 +77,7 @@ def watch(model: nn.Module, chosen: Iterable[str] | None = None) -> Iterator[Wat
         >>> import pamm
         >>> from torch.nn import Linear
         >>> model = nn.ModuleDict({name: Linear(8, 8) for name in ("query", "key", "value")})
-        >>> report = pamm.convert(model, pamm.PammConfig(ratio=1.0))
+        >>> report = pamm.convert(model, pamm.PammConfig("pamm", 1.0))
         >>> x = torch.randn(32, 8)
         >>> with watch(model, ["query"]) as seen:
         ...     sum(layer(x) for layer in model.values()).sum().backward()

@@ -30,7 +30,7 @@ def compress(
 
     Args:
         a: the matrix, any float dtype, any strides.
-        config: ratio, tolerance and seed; the defaults of ``PammConfig`` if left out.
+        config: ratio, tolerance and seed of method "pamm"; 1/512 if left out.
         stream: draws the generators, new ones at each call. Without one, the first draw of
             ``Stream(config.seed)``, the same at each call.
 
@@ -43,10 +43,10 @@ def compress(
 
     Example:
         >>> a = torch.randn(1024, 64)
-        >>> compress(a, PammConfig(ratio="1/128")).generators.shape
+        >>> compress(a, PammConfig("pamm", "1/128")).generators.shape
         torch.Size([8, 64])
     """
-    config = config or PammConfig()
+    config = config or PammConfig("pamm")
     if config.method != "pamm":
         raise PammError(f"compress is for method 'pamm'; the config says {config.method!r}.")
     if a.ndim != 2 or not a.is_floating_point():
@@ -71,7 +71,7 @@ def approx_matmul(compressed: Compressed, b: Float[Tensor, "tokens m"]) -> Float
 
     Example:
         >>> a, b = torch.randn(1024, 64), torch.randn(1024, 16)
-        >>> approx_matmul(compress(a, PammConfig(ratio=1.0)), b).allclose(a.T @ b, atol=1e-3)
+        >>> approx_matmul(compress(a, PammConfig("pamm", 1.0)), b).allclose(a.T @ b, atol=1e-3)
         True
     """
     tokens, dtype = len(compressed.assignment), compressed.generators.dtype
@@ -106,7 +106,7 @@ def linear(
 
     Example:
         >>> x, weight = torch.randn(2, 128, 64), torch.randn(32, 64, requires_grad=True)
-        >>> y = linear(x, weight, config=PammConfig(ratio="1/16"), stream=Stream())
+        >>> y = linear(x, weight, config=PammConfig("pamm", "1/16"), stream=Stream())
         >>> y.sum().backward()
         >>> weight.grad.shape
         torch.Size([32, 64])

@@ -34,7 +34,7 @@ def skip_padding(model: nn.Module, argument: str = "attention_mask") -> Callable
     Example:
         >>> import pamm
         >>> model = nn.ModuleDict({name: nn.Linear(8, 8) for name in ("query", "key", "value")})
-        >>> report = pamm.convert(model)
+        >>> report = pamm.convert(model, pamm.PammConfig("pamm"))
         >>> stop = skip_padding(model)
         >>> stop()
     """

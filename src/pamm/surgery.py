@@ -26,6 +26,8 @@ from pamm.sharing import Group
 from pamm.stream import Stream
 from pamm.swap import refuse_covered
 
+_NOT_AGAIN = "cannot be made again in backward"
+
 Selector = str | Iterable[str] | Callable[[str], bool] | None
 
 
@@ -70,7 +72,7 @@ def convert(
     Example:
         >>> attention = torch.nn.ModuleDict({"query": torch.nn.Linear(8, 8)})
         >>> attention.update({"key": torch.nn.Linear(8, 8), "value": torch.nn.Linear(8, 8)})
-        >>> convert(attention, PammConfig(ratio="1/128")).converted[0].in_features
+        >>> convert(attention, PammConfig("pamm", "1/128")).converted[0].in_features
         8
     """
     config, targets = _config(config), _targets(targets)
@@ -94,7 +96,7 @@ def survey(
 
     Example:
         >>> model = nn.ModuleDict({name: nn.Linear(8, 8) for name in ("query", "key", "value")})
-        >>> [group.layers for group in survey(model).converted]
+        >>> [group.layers for group in survey(model, PammConfig("pamm")).converted]
         [('query', 'key', 'value')]
     """
     config, targets = _config(config), _targets(targets)
@@ -119,7 +121,7 @@ def _survey(
             group = dataclasses.replace(group, no_source="no forward pass tells what makes X")
         reason = _reason(group, config, include, exclude) or fused(model, group.layers)
         if config.recomputes and is_cast(model, group.layers):
-            reason = "PEFT casts X to the dtype of the adapter, and the copy is not made again"
+            reason = f"PEFT casts X to the dtype of the adapter, and the copy {_NOT_AGAIN}"
         if reason:
             skipped.append(SkippedGroup(group.name, tuple(group.layers), reason))
         else:
@@ -131,8 +133,8 @@ def _survey(
 def _config(config: PammConfig | None) -> PammConfig:
     if not isinstance(config, PammConfig | None):
         raise PammError(
-            f"config is {config!r}; give a PammConfig, such as PammConfig(ratio=0.5) or "
-            'PammConfig("recompute").'
+            f"config is {config!r}; give a PammConfig, such as "
+            'PammConfig("pamm", 1 / 512) or PammConfig("recompute").'
         )
     return config or PammConfig()
 
@@ -306,7 +308,7 @@ def _reason(group: Found, config: PammConfig, include: Selector, exclude: Select
     if reason := _obstacle(group.layers) or group.reason:
         return reason
     if config.recomputes and group.source is None:
-        return f"{group.no_source}: it cannot be made again in backward"
+        return f"{group.no_source}: it {_NOT_AGAIN}"
     return None
 
 
@@ -336,9 +338,15 @@ def _nothing(model: nn.Module, targets: list[str], report: Report) -> str:
     if report.skipped:
         lines = [f"{name}: {reason}" for name, reason in merge_skipped(report.skipped)]
         more = f" (and {len(lines) - 3} more)" if len(lines) > 3 else ""
-        why = report.config.recomputes and report.problem
-        problem = f" No forward pass could run: {why}." if why else ""
-        return f"no group of {kind} was converted. {'; '.join(lines[:3])}{more}.{problem}"
+        text = f"no group of {kind} was converted. {'; '.join(lines[:3])}{more}."
+        if report.config.recomputes and report.problem:
+            text += f" No forward pass could run: {report.problem}."
+        if any(line.endswith(_NOT_AGAIN) for line in lines):
+            text += (
+                " Methods 'subspace' and 'pamm' keep something of X instead: "
+                'pamm.convert(model, pamm.PammConfig("subspace")).'
+            )
+        return text
     looked_for = ", ".join("/".join(names) for target in targets for names in TARGETS[target])
     return (
         f"{kind} has no {' or '.join(targets)} projections named {looked_for} as children of one "

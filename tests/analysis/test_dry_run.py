@@ -113,7 +113,7 @@ def test_a_converted_model_keeps_what_is_predicted(
 ) -> None:
     dtype, autocast = MODES[mode]
     model = make().to(dtype).train()
-    report = pamm.convert(model, pamm.PammConfig(ratio=1 / 32))
+    report = pamm.convert(model, pamm.PammConfig("pamm", 1 / 32))
     real = measured(model, autocast)
     groups = states(report, model, autocast or dtype)
     found = predicted(make, mode, groups)

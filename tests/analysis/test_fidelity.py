@@ -49,7 +49,7 @@ def recorded() -> Recorded:
 def test_an_unbiased_method_has_noise_alone_and_a_biased_one_both() -> None:
     part = recorded()
     sampled = gradient_errors(part, PammConfig("uniform_crs", ratio=1 / 20), draws=200)["q"]
-    approximate = gradient_errors(part, PammConfig(ratio=1 / 20), draws=200)["q"]
+    approximate = gradient_errors(part, PammConfig("pamm", 1 / 20), draws=200)["q"]
     assert sampled.bias < 0.15 * sampled.noise
     assert approximate.bias > 0.15 * approximate.noise
     for error in (sampled, approximate):
@@ -94,7 +94,7 @@ def test_sampling_by_size_has_less_noise_than_an_even_draw_and_no_bias() -> None
 
 def test_the_plane_is_that_of_the_largest_variance() -> None:
     x = torch.randn(500, 6) * torch.tensor([1.0, 9.0, 1.0, 4.0, 1.0, 1.0]) + 3
-    projection = principal_plane(x, PammConfig(ratio=1 / 10))
+    projection = principal_plane(x, PammConfig("pamm", 1 / 10))
     assert projection.x.std(0).tolist() == pytest.approx([9, 4], rel=0.15)
     assert projection.explained[0] > projection.explained[1] > 0.1
     # Every row that a generator stands for lies on that generator's line, in the plane too.

@@ -48,7 +48,7 @@ def call(*arguments: str) -> Result:
 
 
 def test_groups_have_the_bytes_of_one_step(llama: str) -> None:
-    found = inspect(llama, batch=2, seq=64, config=pamm.PammConfig(ratio=1 / 16))
+    found = inspect(llama, batch=2, seq=64, config=pamm.PammConfig("pamm", 1 / 16))
     x = 2 * 64 * 64 * 2
     assert [group.input_bytes for group in found.groups] == [x, x]
     assert found.groups[0].held_bytes == 8 * 64 * 2 + 128 * 3 + 4

@@ -28,7 +28,7 @@ def test_a_peak_on_an_h100_is_predicted(run: dict[str, Any], tmp_path: Path) -> 
         vocab_size=32_000,
         architectures=["LlamaForCausalLM"],
     ).save_pretrained(tmp_path)
-    config = pamm.PammConfig(ratio=run["k"] / run["tokens"])
+    config = pamm.PammConfig("pamm", run["k"] / run["tokens"])
     found = plan(str(tmp_path), batch=run["batch"], seq=run["sequence"], config=config)
     predicted = found.exact if run["arm"] == "exact" else found.pamm
     assert predicted.peak == pytest.approx(run["peak_allocated_bytes"], rel=0.01)

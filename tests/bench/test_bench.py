@@ -21,7 +21,7 @@ from pamm.nn import groups
 from tests.tolerances import relative_error
 
 CPU = torch.device("cpu")
-CONFIG = PammConfig(ratio=1 / 16)
+CONFIG = PammConfig("pamm", 1 / 16)
 
 
 def run(*arguments: str) -> str:
@@ -43,7 +43,7 @@ def test_arms_share_their_parameters_and_nothing_else() -> None:
 def test_the_papers_operations_give_what_ours_give() -> None:
     """Other rows are drawn; with every row drawn both are exact."""
     x, g = torch.randn(200, 12), torch.randn(200, 5)
-    paper = PaperPamm(PammConfig(ratio=1.0))
+    paper = PaperPamm(PammConfig("pamm", 1.0))
     product = paper.weight_grad(paper.compress(x, lambda *_: x), g)
     assert relative_error(product, g.T @ x) < 1e-5
 

@@ -49,7 +49,7 @@ def test_every_number_is_set_against_what_the_study_cost(monkeypatch: pytest.Mon
     folder = ROOT / "benchmarks/results/h200/studies/60m"
     study = harm["Study"].load(folder / "study.yaml")
     numbers = dict.fromkeys(harm["NUMBERS"], 0.5)
-    config = pamm.PammConfig(ratio=1 / 512)
+    config = pamm.PammConfig("pamm", 1 / 512)
     record = {"cell": "pamm 1/512", "config": config.to_dict(), **numbers}
     harm["plot"]([record], study, folder)
     assert len(drawn) == len(numbers)

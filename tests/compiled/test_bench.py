@@ -18,7 +18,7 @@ def test_every_arm_is_compiled() -> None:
     names = ("exact", "pamm", "uniform_crs:1/8")
     with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
         records = bench_model(
-            "tiny", pamm.PammConfig(), torch.device("cpu"), names, repeats=1, compiled=True
+            "tiny", pamm.PammConfig("pamm"), torch.device("cpu"), names, repeats=1, compiled=True
         )
         assert torch._dynamo.config.recompile_limit == 1
     assert [record["arm"] for record in records] == list(names)

@@ -15,7 +15,7 @@ from pamm.nn import groups
 from tests.helpers import Model, saved_tensors
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-CONFIG = pamm.PammConfig(ratio=1 / 8)
+CONFIG = pamm.PammConfig("pamm", 1 / 8)
 
 # The compiler warns of its own deprecated parts.
 pytestmark = pytest.mark.filterwarnings("default")

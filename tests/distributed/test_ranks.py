@@ -66,7 +66,7 @@ def result(model: nn.Module, seen: list[Any]) -> dict[str, Any]:
 def converted(ratio: float) -> Model:
     torch.manual_seed(0)
     model = Model()
-    pamm.convert(model, pamm.PammConfig(ratio=ratio))
+    pamm.convert(model, pamm.PammConfig("pamm", ratio))
     return model
 
 

@@ -26,10 +26,11 @@ def test_axolotl_loads_the_plugin_by_the_name_in_its_file() -> None:
 def test_the_callback_converts_the_model(tmp_path: Path) -> None:
     model = llama()
     (callback,) = PammPlugin().add_callbacks_pre_trainer(
-        DictDefault({"pamm": {"ratio": "1/8", "targets": ["attention", "mlp"]}}), model
+        DictDefault({"pamm": {"method": "pamm", "ratio": "1/8", "targets": ["attention", "mlp"]}}),
+        model,
     )
     trainer(tmp_path, callback, model).train()
-    assert callback.config == pamm.PammConfig(ratio=1 / 8)
+    assert callback.config == pamm.PammConfig("pamm", 1 / 8)
     assert len(pamm_layers(model)) == 10  # q, k, v, gate and up of two blocks
 
 

@@ -23,7 +23,7 @@ with warnings.catch_warnings():
 
     from pamm.integrations.lightning import PammCallback
 
-CONFIG = pamm.PammConfig(ratio=1 / 8)
+CONFIG = pamm.PammConfig("pamm", 1 / 8)
 NAMES = "model.layers.{}.attention.{{q_proj,k_proj,v_proj}}"
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning advises on workers, logging and more
 
@@ -151,7 +151,7 @@ def test_checkpoints_have_nothing_of_pamm(tmp_path: Path) -> None:
 
 def test_a_module_converted_before_is_left_alone(tmp_path: Path) -> None:
     module, callback = Regression(), PammCallback(CONFIG)
-    pamm.convert(module, pamm.PammConfig(ratio=1 / 2))
+    pamm.convert(module, pamm.PammConfig("pamm", 1 / 2))
     before = groups(module)
     trainer(tmp_path, callback).fit(module, data())
     assert groups(module) == before

@@ -60,7 +60,7 @@ class TestConv1D:
     def test_everything_but_the_weights_is_exact(self, autocast: bool) -> None:
         model = gpt2()
         twin = copy.deepcopy(model)
-        report = pamm.convert(twin, PammConfig(ratio=1 / 8))
+        report = pamm.convert(twin, PammConfig("pamm", 1 / 8))
         assert [group.name for group in report.converted] == [
             f"transformer.h.{layer}.attn.c_attn" for layer in range(2)
         ]
@@ -75,7 +75,7 @@ class TestConv1D:
     def test_with_every_row_kept_the_weights_are_too(self) -> None:
         model = gpt2()
         exact = gradients(model)
-        pamm.convert(model, PammConfig(ratio=1.0))
+        pamm.convert(model, PammConfig("pamm", 1.0))
         for name, grad in gradients(model).items():
             assert torch.allclose(grad, exact[name], atol=1e-6), name
 
@@ -99,7 +99,7 @@ class TestConv1D:
     @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
     def test_copies_are_converted_too(self, copied: object) -> None:
         model = gpt2()
-        pamm.convert(model, PammConfig(ratio=1 / 8))
+        pamm.convert(model, PammConfig("pamm", 1 / 8))
         twin = copied(model)  # type: ignore[operator]
         assert [layer.pamm_group.name for layer in pamm_layers(twin)] == [
             "transformer.h.0.attn.c_attn", "transformer.h.1.attn.c_attn"
@@ -123,8 +123,8 @@ def test_two_towers_with_settings_of_their_own() -> None:
             image_token_index=100,
         )
     )  # fmt: skip
-    text = pamm.convert(model, PammConfig(ratio=1 / 8), exclude="*vision_tower*")
-    vision = pamm.convert(model, PammConfig(ratio=1 / 2), include="*vision_tower*")
+    text = pamm.convert(model, PammConfig("pamm", 1 / 8), exclude="*vision_tower*")
+    vision = pamm.convert(model, PammConfig("pamm", 1 / 2), include="*vision_tower*")
     for report in (text, vision):
         assert report.problem is None
         # The vision tower is not run by ids alone; it is run by itself.
@@ -186,6 +186,6 @@ HEARING_AND_SEEING = [
 def test_sounds_and_images_confirm_groups_in_every_dtype(
     config: PretrainedConfig, dtype: torch.dtype
 ) -> None:
-    report = survey(AutoModel.from_config(config).to(dtype))
+    report = survey(AutoModel.from_config(config).to(dtype), pamm.PammConfig("pamm"))
     assert report.problem is None
     assert any(group.confirmed for group in report.converted)

@@ -71,7 +71,7 @@ def gradients(module: Any, x: Tensor) -> dict[str, Tensor]:
 def test_outputs_and_input_gradients_are_exact_and_weights_are_compressed(config: Any) -> None:
     x = torch.randn(2, 16, WIDTH, requires_grad=True)
     twin = x.detach().clone().requires_grad_()
-    plain, ours = build(config()), build(titan.qkv(config(), ratio="1/8"))
+    plain, ours = build(config()), build(titan.qkv(config(), method="pamm", ratio="1/8"))
     assert list(ours.state_dict()) == list(plain.state_dict())
     for one, other in zip(ours(x), plain(x), strict=True):
         assert torch.equal(one, other)
@@ -80,7 +80,7 @@ def test_outputs_and_input_gradients_are_exact_and_weights_are_compressed(config
     assert shapes == [(32, WIDTH)]
     assert torch.equal(x.grad, twin.grad)  # type: ignore[arg-type]
     assert not any(torch.equal(made[name], grad) for name, grad in exact.items())
-    whole = gradients(build(titan.qkv(config(), ratio=1.0)), x)
+    whole = gradients(build(titan.qkv(config(), method="pamm", ratio=1.0)), x)
     for name, grad in exact.items():
         torch.testing.assert_close(whole[name], grad, rtol=1e-3, atol=1e-3)
 
@@ -89,7 +89,9 @@ def test_outputs_and_input_gradients_are_exact_and_weights_are_compressed(config
 def test_blocks_draw_rows_of_their_own(config: Any) -> None:
     device = torch.device("cpu")
     drawn = [
-        groups(build(titan.qkv(config(), ratio="1/8")))[0].stream.draw(64, 8, device).tolist()
+        groups(build(titan.qkv(config(), method="pamm", ratio="1/8")))[0]
+        .stream.draw(64, 8, device)
+        .tolist()
         for _ in range(3)
     ]
     assert len({tuple(rows) for rows in drawn}) == 3
@@ -98,7 +100,7 @@ def test_blocks_draw_rows_of_their_own(config: Any) -> None:
 def test_other_kinds_and_settings_are_refused() -> None:
     other = attention.BaseQKVLinear.Config(head_dim=8)
     with pytest.raises(pamm.PammError, match=r"BaseQKVLinear\.Config is no kind of q, k and v"):
-        titan.qkv(other)
+        titan.qkv(other, method="pamm")
     with pytest.raises(pamm.PammError, match="did you mean 'ratio'"):
         titan.qkv(separate(), rato=1)
     with pytest.raises(pamm.PammError, match="needs the norm"):
@@ -116,10 +118,12 @@ def test_linear_layers_of_a_converter_are_refused() -> None:
 
 
 def test_tensor_parallelism_is_refused() -> None:
-    module = build(titan.qkv(fused()))
+    module = build(titan.qkv(fused(), method="pamm"))
     with pytest.raises(pamm.PammError, match="tensor parallelism"):
         module.parallelize(SimpleNamespace(tp=2, spmd_backend="spmd_types"))
-    build(titan.qkv(fused())).parallelize(SimpleNamespace(tp=1, spmd_backend="spmd_types"))
+    build(titan.qkv(fused(), method="pamm")).parallelize(
+        SimpleNamespace(tp=1, spmd_backend="spmd_types")
+    )
 
 
 @pytest.mark.skipif(not INSTALLED, reason="torchtitan is not installed")
@@ -134,7 +138,7 @@ def test_a_whole_model_takes_the_override_by_the_name_on_the_command_line() -> N
             return y.transpose(1, 2)
 
     config = _debugmodel("flex")
-    imports: Any = [("pamm.integrations.torchtitan.qkv", {"ratio": "1/8"})]
+    imports: Any = [("pamm.integrations.torchtitan.qkv", {"method": "pamm", "ratio": "1/8"})]
     apply_overrides(OverrideConfig(imports=imports), config)
     with torch.device("meta"):
         model = config.build()

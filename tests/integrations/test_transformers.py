@@ -24,7 +24,7 @@ from pamm.nn import groups
 from pamm.stream import Stream
 from tests.helpers import pamm_layers
 
-CONFIG = pamm.PammConfig(ratio=1 / 8)
+CONFIG = pamm.PammConfig("pamm", 1 / 8)
 SILENT = {"logging_strategy": "no"}
 
 
@@ -140,7 +140,7 @@ def test_the_side_file_of_a_model_converted_before_does_not_make_up_settings(
 
 def test_a_model_converted_before_is_left_alone(tmp_path: Path) -> None:
     model = llama()
-    pamm.convert(model, pamm.PammConfig(ratio=1 / 2))
+    pamm.convert(model, pamm.PammConfig("pamm", 1 / 2))
     before = groups(model)
     callback = PammCallback(CONFIG)
     trainer(tmp_path, callback, model).train()

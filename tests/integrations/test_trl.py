@@ -23,7 +23,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of TRL's own imports
     from trl import SFTConfig, SFTTrainer
 
-CONFIG = pamm.PammConfig(ratio=1 / 8)
+CONFIG = pamm.PammConfig("pamm", 1 / 8)
 WORDS = ("the a model learns to write short texts about rows columns and their products").split()  # noqa: SIM905
 
 

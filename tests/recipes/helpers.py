@@ -37,7 +37,7 @@ def config(folder: Path, **changes: Any) -> PretrainConfig:
         },
         arms=(
             Arm("exact", PammConfig(method="exact")),
-            Arm("pamm-1/16", PammConfig(ratio=1 / 16)),
+            Arm("pamm-1/16", PammConfig("pamm", 1 / 16)),
         ),
         sequence_length=16,
         batch_size=4,

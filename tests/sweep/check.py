@@ -19,7 +19,7 @@ from pamm.analysis.memory import group_layers
 from pamm.report import merge_skipped
 from tests.sweep.tiny import build, inputs_of
 
-CONFIG = pamm.PammConfig(ratio=1 / 4)
+CONFIG = pamm.PammConfig("pamm", 1 / 4)
 LEFT_OUT = {
     "blt": "takes more than 10 s",
     "efficientnet": "takes more than 10 s; all convolutions",

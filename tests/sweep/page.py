@@ -18,8 +18,9 @@ but those of converted weights equal exact training's bit for bit, and the bytes
 forward and backward are those the report predicts. `python -m tests.sweep` writes this page, and
 `tests/sweep` compares every line with a run.
 
-"N groups" were converted by default; what was not, and why, follows; "N recomputed" is
-`method="recompute"`. "Not tried" are types that cannot be built small by the sweep's simple rules.
+"N groups" were converted with PAMM; what was not, and why, follows; "N recomputed" is
+`method="recompute"`, and the default, `"sampled"`, converts what that does. "Not tried" are types
+that cannot be built small by the sweep's simple rules.
 
 | | types | run | with converted groups |
 | --- | --- | --- | --- |

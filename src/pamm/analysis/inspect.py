@@ -43,14 +43,14 @@ def inspect(
         seq: tokens in each; images have their own size.
         dtype: ``"bf16"``, ``"fp32"``, or ``"bf16-amp"`` and ``"fp16-amp"`` for fp32 weights under
             autocast.
-        config: how inputs would be kept.
+        config: how inputs would be kept; the paper's form, 1/512, if left out.
         targets, widen: which layers, as in ``pamm.convert``. Without ``widen`` the outcome says
             what it would bring.
 
     Raises:
         PammError: if the configuration cannot be read, the model has no such layers or cannot run.
     """
-    config, how = config or PammConfig(), precision(dtype)
+    config, how = config or PammConfig("pamm"), precision(dtype)
     check_sizes(batch=batch, seq=seq)
     source = Source.load(name)
     model = source.build(how.weights)

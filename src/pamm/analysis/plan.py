@@ -135,7 +135,7 @@ def plan(
         batch: sequences in one forward pass of one device.
         seq: tokens in each.
         dtype: as for ``inspect``.
-        config: how inputs would be kept.
+        config: how inputs would be kept; the paper's form, 1/512, if left out.
         memory: of the device, such as ``"24GB"``. GB are counted as 2**30 bytes, as on the cards'
             boxes.
         checkpointing: with full activation checkpointing.
@@ -144,7 +144,7 @@ def plan(
     Raises:
         PammError: as ``inspect``; or if ``memory`` cannot be read.
     """
-    config, how = config or PammConfig(), precision(dtype)
+    config, how = config or PammConfig("pamm"), precision(dtype)
     check_sizes(batch=batch, seq=seq)
     room = None if memory is None else parse_memory(memory)
     source = Source.load(name)

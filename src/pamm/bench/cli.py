@@ -51,7 +51,7 @@ def op(
     from pamm.bench.table import op_table
     from pamm.config import PammConfig
 
-    where, config = _device(device), PammConfig(ratio=ratio)  # type: ignore[arg-type]
+    where, config = _device(device), PammConfig("pamm", ratio)  # type: ignore[arg-type]
     shapes = [Shape(*_numbers(text), layout=layout) for text in shape]
     kind = _dtype(dtype, where)
     for each in shapes:
@@ -82,7 +82,7 @@ def model(
     from pamm.extras import require
 
     require("train", "transformers")
-    where, config, names = _device(device), PammConfig(ratio=ratio), _names(arms)  # type: ignore[arg-type]
+    where, config, names = _device(device), PammConfig("pamm", ratio), _names(arms)  # type: ignore[arg-type]
     for each in size:
         with _progress(each, len(names) + 2 + repeats) as advance:
             records = bench_model(
@@ -110,7 +110,7 @@ def breakdown(
     from pamm.extras import require
 
     require("train", "transformers")
-    config = PammConfig(ratio=ratio)  # type: ignore[arg-type]
+    config = PammConfig("pamm", ratio)  # type: ignore[arg-type]
     with _progress(size, 2 + repeats) as advance:
         records = bench_breakdown(size, config, _device(device), arm, repeats, layers, advance)
     _finish(breakdown_table(records), records, results)
@@ -135,7 +135,7 @@ def tune(
     device = _device("cuda")
     from pamm.kernels.tiles import cache_file
 
-    config, kind = PammConfig(ratio=ratio), _dtype(dtype, device)  # type: ignore[arg-type]
+    config, kind = PammConfig("pamm", ratio), _dtype(dtype, device)  # type: ignore[arg-type]
     for text in shape:
         each = Shape(*_numbers(text), layout=layout)
         with _progress(each.name, 3) as advance:

@@ -3,7 +3,8 @@
 .. code-block:: yaml
 
     plugins: [pamm.integrations.axolotl.PammPlugin]
-    pamm: {ratio: 1/512}  # also include, exclude, targets and widen, as for pamm.convert
+    # Also include, exclude, targets and widen, as for pamm.convert.
+    pamm: {method: pamm, ratio: 1/512}
 """
 
 from typing import Any

@@ -39,7 +39,7 @@ class PammCallback(lightning.Callback):
         PammError: at the beginning of ``fit``, for the reasons of ``pamm.convert``.
 
     Example:
-        >>> callback = PammCallback(PammConfig(ratio="1/512"))
+        >>> callback = PammCallback(PammConfig("pamm", "1/512"))
         >>> trainer = lightning.Trainer(callbacks=[callback])  # doctest: +SKIP
     """
 

@@ -2,7 +2,7 @@
 
 .. code-block:: bash
 
-    torchtitan ... --override.imports 'pamm.integrations.torchtitan.qkv={"ratio": "1/512"}'
+    torchtitan ... --override.imports 'pamm.integrations.torchtitan.qkv={"method": "pamm"}'
 
 The keys are the fields of ``PammConfig``. For torchtitan 0.3, whose overrides replace parts of the
 configuration before the model is built. Checkpoints and optimizers are those of the exact model.
@@ -74,7 +74,8 @@ def qkv(config: Any, **settings: Any) -> Any:
     pamm, kind = PammConfig.from_dict(settings), CONFIGS.get(type(config))
     if pamm.recomputes:
         raise PammError(
-            f"method {pamm.method!r} needs the norm that makes X; choose another one here."
+            f"method {pamm.method!r} needs the norm that makes X, which an override does not see; "
+            'choose another, such as {"method": "pamm"}.'
         )
     if kind is None:
         raise PammError(

@@ -58,7 +58,7 @@ class PammCallback(TrainerCallback):
         PammError: when the Trainer is made, for the reasons of ``pamm.convert``.
 
     Example:
-        >>> callback = PammCallback(PammConfig(ratio="1/512"))
+        >>> callback = PammCallback(PammConfig("pamm", "1/512"))
         >>> trainer = Trainer(model, arguments, callbacks=[callback])  # doctest: +SKIP
         >>> print(callback.report)  # doctest: +SKIP
     """

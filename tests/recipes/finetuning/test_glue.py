@@ -52,7 +52,7 @@ def config(folder: Path, **changes: Any) -> GlueConfig:
         tasks=("cola", "stsb"),
         arms=(
             Arm("exact", PammConfig(method="exact")),
-            Arm("pamm-1/16", PammConfig(ratio=1 / 16)),
+            Arm("pamm-1/16", PammConfig("pamm", 1 / 16)),
         ),
         lrs=(1e-3,),
         lr_factors=(1.0,),

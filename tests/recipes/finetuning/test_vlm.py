@@ -44,7 +44,7 @@ TINY = {
     },
 }  # fmt: skip
 EXACT = pamm.PammConfig("exact")
-OURS = pamm.PammConfig(ratio=1 / 16)
+OURS = pamm.PammConfig("pamm", 1 / 16)
 
 
 def config(folder: Path, **changes: Any) -> VlmConfig:
@@ -61,7 +61,10 @@ def config(folder: Path, **changes: Any) -> VlmConfig:
         name="tiny",
         model=str(model),
         data=str(data),
-        arms=(VlmArm("exact", EXACT), VlmArm("pamm", OURS, vision=pamm.PammConfig(ratio=1 / 8))),
+        arms=(
+            VlmArm("exact", EXACT),
+            VlmArm("pamm", OURS, vision=pamm.PammConfig("pamm", 1 / 8)),
+        ),
         lrs=(3e-3,),
         epochs=2.0,
         batch_size=4,
@@ -246,7 +249,9 @@ class TestSettings:
         assert VlmConfig.from_dict(yaml.safe_load(made.to_yaml())) == made
 
     def test_what_the_towers_share_is_written_once(self) -> None:
-        arm = VlmArm.from_dict("a", {"ratio": "1/512", "vision": {"ratio": "1/128"}, "lr": 1}, 0)
+        arm = VlmArm.from_dict(
+            "a", {"method": "pamm", "ratio": "1/512", "vision": {"ratio": "1/128"}, "lr": 1}, 0
+        )
         assert (arm.towers["language"].ratio, arm.towers["vision"].ratio) == (1 / 512, 1 / 128)
         assert arm.lr == 1
         half = VlmArm.from_dict("a", {"method": "exact", "vision": {"method": "pamm"}}, 0)

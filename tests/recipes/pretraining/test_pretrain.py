@@ -130,7 +130,7 @@ def test_a_folder_of_another_run_is_refused_and_not_touched(tmp_path: Path) -> N
     with open_run(config(tmp_path), tmp_path / "run") as folder:
         (folder / "config.yaml").write_text(config(tmp_path).to_yaml())
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
-    arms = (config(tmp_path).arms[0], Arm("pamm-1/16", PammConfig(ratio=1 / 8)))
+    arms = (config(tmp_path).arms[0], Arm("pamm-1/16", PammConfig("pamm", 1 / 8)))
     with pytest.raises(PammError) as caught:
         open_run(config(tmp_path, steps=7, arms=arms), folder).__enter__()
     expected = "arms.pamm-1/16.ratio (0.0625 there, 0.125 now), steps (6 there, 7 now)."

@@ -16,7 +16,10 @@ VALUES: dict[str, Any] = {
     "name": "run-1",
     "text": "corpus",
     "model": {"hidden_size": 32},
-    "arms": {"exact": {"method": "exact"}, "pamm-1/128": {"ratio": "1/128", "lr_factor": 0.25}},
+    "arms": {
+        "exact": {"method": "exact"},
+        "pamm-1/128": {"method": "pamm", "ratio": "1/128", "lr_factor": 0.25},
+    },
     "steps": 10,
     "lr": "2e-3",
     "seed": 3,
@@ -29,7 +32,7 @@ def test_values_are_read_and_completed() -> None:
     assert config.text == ("corpus",)
     assert config.lr == 2e-3
     assert exact.is_exact
-    assert approximate.config == PammConfig(ratio=1 / 128, seed=3)
+    assert approximate.config == PammConfig("pamm", 1 / 128, seed=3)
     assert approximate.folder == "pamm-1-128"
     assert (config.lr_of(approximate), config.lr_factor_of(approximate)) == (2e-3, 0.25)
     assert config.lr_factor_of(exact) == 1.0
@@ -46,7 +49,7 @@ def test_a_yaml_file_as_a_person_writes_it(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(
         "name: run\ntext: [a.txt]\nsteps: 5\nlr: 1e-3\nmodel: {hidden_size: 8}\n"
-        "arms:\n  exact: {method: exact}\n  half: {ratio: 1/2, lr: 4e-3}\n"
+        "arms:\n  exact: {method: exact}\n  half: {method: pamm, ratio: 1/2, lr: 4e-3}\n"
     )
     config = PretrainConfig.load(path)
     assert config.lr == 1e-3

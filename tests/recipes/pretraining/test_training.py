@@ -161,8 +161,8 @@ def test_arms_begin_with_the_same_weights_and_see_the_same_batches(tmp_path: Pat
     """With every row a generator PAMM is exact up to rounding, all through the run."""
     arms = (
         Arm("exact", PammConfig(method="exact")),
-        Arm("all", PammConfig(ratio=1.0)),
-        Arm("slow", PammConfig(ratio=1.0), lr_factor=0.01),
+        Arm("all", PammConfig("pamm", 1.0)),
+        Arm("slow", PammConfig("pamm", 1.0), lr_factor=0.01),
     )
     made = config(tmp_path, arms=arms)
     for number in range(3):

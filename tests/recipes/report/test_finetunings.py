@@ -29,7 +29,7 @@ def fine_tuned_on_glue(folder: Path, name: str = "glue") -> None:
     """What ``pamm finetune glue`` leaves in ``folder / name``."""
     made = GlueConfig(
         name=name, model="models/an-encoder", data="hub", tasks=tuple(GLUE),
-        arms=(Arm("exact", PammConfig("exact")), Arm("pamm-1/128", PammConfig(ratio=1 / 128))),
+        arms=(Arm("exact", PammConfig("exact")), Arm("pamm-1/128", PammConfig("pamm", 1 / 128))),
     )  # fmt: skip
     rows = [
         {
@@ -48,7 +48,7 @@ def fine_tuned_on_images(folder: Path) -> None:
     """What ``pamm finetune vlm`` leaves in ``folder / "vlm"``."""
     made = VlmConfig(
         name="vlm", model="small-pixtral", data="drawn",
-        arms=(VlmArm("exact", PammConfig("exact")), VlmArm("pamm", PammConfig(ratio=1 / 128))),
+        arms=(VlmArm("exact", PammConfig("exact")), VlmArm("pamm", PammConfig("pamm", 1 / 128))),
     )  # fmt: skip
     common = {
         "spread": None, "weighted_f1": {"mean": 0.5, "spread": None}, "seeds": 1, "lr": 1e-3,

@@ -35,7 +35,7 @@ def variant(base: Outcome, name: str, perplexity: float, **changes: Any) -> Outc
     of_outcome = {
         key: changes.pop(key) for key in list(changes) if key in vars(base) and key != "config"
     }
-    arm = Arm(name, PammConfig(**changes))
+    arm = Arm(name, PammConfig(**{"method": "pamm", **changes}))
     made = dataclasses.replace(base.config, arms=(arm,), **of_run)
     return dataclasses.replace(base, name=name, perplexity=perplexity, config=made, **of_outcome)
 
@@ -74,7 +74,7 @@ def test_the_papers_own_memory_is_its_formula() -> None:
     for size, (n, layers) in shapes.items():
         for row in tables.paper()["pretrain"]["sizes"][size]["rows"]:
             b = 32_768
-            ratio = PammConfig(ratio=row.get("ratio", 1)).ratio
+            ratio = PammConfig("pamm", row.get("ratio", 1)).ratio
             held = 2 * b * n if row["method"] == "exact" else 6 * ratio * b * n + 8 * b
             assert layers * held == row["memory_mb"] * 2**20
 

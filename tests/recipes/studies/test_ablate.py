@@ -157,7 +157,10 @@ def test_runs_of_another_configuration_are_refused_and_more_cells_are_welcome(
     (run.folder / "run.yaml").write_text(run.config.to_yaml())
 
     more = study(
-        tmp_path, lrs=[1e-2], cells=first.cells | {"other": {"ratio": "1/4"}}, seeds=[0, 7]
+        tmp_path,
+        lrs=[1e-2],
+        cells=first.cells | {"other": {"method": "pamm", "ratio": "1/4"}},
+        seeds=[0, 7],
     )
     ablate(more, tmp_path / "studies", quiet())
     changed = values(tmp_path)["base"] | {"weight_decay": 0.5}

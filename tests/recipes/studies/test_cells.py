@@ -21,7 +21,7 @@ def base(tmp_path: Path) -> PretrainConfig:
 def test_methods_are_compared_at_equal_bytes_or_more(base: PretrainConfig) -> None:
     made = cells.method(base)
     budgets = {
-        f"pamm {ratio}": cells.held(PammConfig(ratio=ratio), base)  # type: ignore[arg-type]
+        f"pamm {ratio}": cells.held(PammConfig("pamm", ratio), base)  # type: ignore[arg-type]
         for ratio in cells.RATIOS
     }
     compared = {name: cell for name, cell in made.items() if ", bytes of " in name}

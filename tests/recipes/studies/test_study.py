@@ -14,7 +14,7 @@ from tests.recipes.helpers import config
 from tests.recipes.pretraining.test_pretrain import result
 
 STUDIES = Path(__file__).parents[3] / "benchmarks/studies"
-CELLS = {"exact": {"method": "exact"}, "pamm 1/16": {"ratio": "1/16"}}
+CELLS = {"exact": {"method": "exact"}, "pamm 1/16": {"method": "pamm", "ratio": "1/16"}}
 
 
 def values(folder: Path, **changes: Any) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def test_every_cell_is_tried_at_every_rate_and_the_best_one_gets_all_seeds(tmp_p
 
 
 def test_a_cell_with_a_rate_of_its_own_is_trained_at_that_alone(tmp_path: Path) -> None:
-    own = {"pamm, known rate": {"ratio": "1/16", "lr": 3e-3}}
+    own = {"pamm, known rate": {"method": "pamm", "ratio": "1/16", "lr": 3e-3}}
     made = study(tmp_path, cells=CELLS | own, more_lrs=2)
     (cell,) = own
     assert made.tuning(tmp_path, cell) == []
@@ -119,7 +119,7 @@ def test_the_studies_equal_bytes_are_the_nearest(name: str) -> None:
     for cell, values in made.cells.items():
         method, _, ratio = cell.partition(", bytes of pamm ")
         if ratio:
-            budget = held(PammConfig(ratio=ratio), run)  # type: ignore[arg-type]
+            budget = held(PammConfig("pamm", ratio), run)  # type: ignore[arg-type]
             assert values["ratio"] == ratio_for_bytes(method, budget, run), cell
             compared += 1
     assert compared in (2, 6)

@@ -33,8 +33,8 @@ def demo_config(name: str, text: Path) -> PretrainConfig:
         },
         arms=(
             Arm("exact", PammConfig(method="exact")),
-            Arm("pamm-1/128", PammConfig(ratio=1 / 128)),
-            Arm("pamm-1/512", PammConfig(ratio=1 / 512)),
+            Arm("pamm-1/128", PammConfig("pamm", 1 / 128)),
+            Arm("pamm-1/512", PammConfig("pamm", 1 / 512)),
             Arm("uniform-crs-1/128", PammConfig(method="uniform_crs", ratio=1 / 128)),
         ),
         steps=200,

@@ -229,7 +229,7 @@ def _is_same(outcome: Outcome, row: dict[str, Any]) -> bool:
         return False
     if config.method == "exact":
         return outcome.lr_factor == 1
-    return config.tolerance is None and config.ratio == PammConfig(ratio=row["ratio"]).ratio
+    return config.tolerance is None and config.ratio == PammConfig("pamm", row["ratio"]).ratio
 
 
 def _rate(outcome: Outcome) -> str:

@@ -101,7 +101,7 @@ def analyze(
     output.mkdir(parents=True, exist_ok=True)
     write_json(output / ANALYSIS, result)
     planes = {
-        number: principal_plane(part.x, PammConfig(ratio=1 / 512))
+        number: principal_plane(part.x, PammConfig("pamm", 1 / 512))
         for number, part in zip(chosen, recorded.values(), strict=True)
     }
     for path in _draw(result, planes, output):
@@ -112,7 +112,7 @@ def analyze(
 def _measure(part: Recorded, draws: int) -> dict[str, list[dict[str, Any]]]:
     tokens, width = part.x.shape
     rows: dict[str, list[dict[str, Any]]] = {"errors": [], "methods": [], "coverage": []}
-    for config in (PammConfig(ratio=r, tolerance=e) for r in RATIOS for e in TOLERANCES):
+    for config in (PammConfig("pamm", r, tolerance=e) for r in RATIOS for e in TOLERANCES):
         state = ops.compress(part.x, _index(config, part.x), config.tolerance)
         covered = float((state.coefficients != 0).float().mean())
         rows["coverage"].append(as_row(config, tokens, coverage=covered))
@@ -129,7 +129,7 @@ def _measure(part: Recorded, draws: int) -> dict[str, list[dict[str, Any]]]:
         "energy": [{"part": k, "shares": [*_SHARES], "energy": v} for k, v in uneven.items()],
         "bound": [_bound(part.x, tolerance) for tolerance in NEAR],
         "density": [row for tolerance in NEAR for row in _density(part.x, tolerance)],
-        "complexity": [_complexity(part, PammConfig(ratio=ratio)) for ratio in RATIOS],
+        "complexity": [_complexity(part, PammConfig("pamm", ratio)) for ratio in RATIOS],
     }
 
 

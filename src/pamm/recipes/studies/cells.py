@@ -62,7 +62,7 @@ def method(base: PretrainConfig) -> Cells:
     """
     made = _exact(base)
     for text in RATIOS:
-        config = PammConfig(ratio=text)  # type: ignore[arg-type]
+        config = PammConfig("pamm", text)  # type: ignore[arg-type]
         made[f"pamm {text}"] = {"method": "pamm", "ratio": text}
         for name in ("uniform_crs", "compact"):
             share = ratio_for_bytes(name, held(config, base), base)

@@ -17,7 +17,7 @@ class VlmArm(Arm):
     """An arm whose vision tower may keep its inputs in another way than the rest.
 
     Written as an arm, with what differs in the vision tower under ``vision``:
-    ``{ratio: 1/512, vision: {ratio: 1/128}}``.
+    ``{method: pamm, ratio: 1/512, vision: {ratio: 1/128}}``.
 
     Args:
         vision: of the vision tower; ``None`` takes ``config``.
