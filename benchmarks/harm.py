@@ -85,12 +85,14 @@ def measure(
     model.load_state_dict({name.replace("_orig_mod.", ""): w for name, w in weights.items()})
     order = data.order(1, (WARM + BATCHES) * sequences).split(sequences)
     exact = [gradients(model, data, rows).cpu() for rows in order[WARM:]]
+    print(f"exact gradients of {BATCHES} batches taken", flush=True)
     measured: set[pamm.PammConfig] = set()
     for cell in study.cells:
         config = study.run(Path(), cell, study.lrs[0], 0).arm.config
         if config.method == "exact" or config in measured:
             continue
         measured.add(config)
+        print(f"{cell} ...", flush=True)
         pamm.convert(model, config)
         for rows in order[:WARM]:
             gradients(model, data, rows)
