@@ -68,7 +68,7 @@ def assert_product(backend: str, state: Compressed, b: Tensor) -> None:
     dtype=st.sampled_from((*LOW, torch.float64)),
     tokens=st.integers(0, 150),
     n=st.integers(1, 70),
-    m=st.integers(1, 40),
+    m=st.integers(8, 40),  # in one number alone the reference's own error may be small by luck
     ratio=st.floats(0.001, 1.0),
     tolerance=st.none() | st.floats(0, 2),
     layout=st.sampled_from(["plain", "transposed", "sliced", "expanded"]),
