@@ -210,7 +210,8 @@ class TestThroughConvert:
         assert self.gradients(twin)
 
     def test_without_what_makes_x_it_is_refused(self) -> None:
-        with pytest.raises(pamm.NothingToConvertError, match="give convert an example"):
+        advice = r'give convert an example.*PammConfig\("subspace"\)'
+        with pytest.raises(pamm.NothingToConvertError, match=advice):
             pamm.convert(Model(), CONFIG)
         weight = torch.randn(4, 16, requires_grad=True)
         with pytest.raises(pamm.PammError, match=r"pamm\.convert"):
