@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pamm.analysis.plots import COLOURS, new_figure, png
+from pamm.bench.arms import arm_config
 from pamm.config import PammConfig
 from pamm.recipes.studies.ablate import STUDY
 from pamm.recipes.studies.study import Study
@@ -25,6 +26,9 @@ SHAPES = ("60M", "1B")
 NOTHING = 0.05  # %: where what holds nothing of X is drawn
 PERPLEXITIES = (0, 1, 2, 5, 10, 20, 50, 100)
 METHODS = ("recompute", "pamm", "subspace", "sampled", "uniform_crs", "compact")
+
+
+Kind = tuple[str, float, int]
 
 
 class Point(NamedTuple):
@@ -87,18 +91,22 @@ def _trained(study: Study, folder: Path, cell: str, is_final: bool) -> dict[int,
     return dict(best_last)
 
 
-def step_times(records: list[dict[str, Any]], shape: str) -> dict[tuple[str, float], float]:
-    """Of each method and ratio, the compiled step's time over exact's of the same run, in %."""
+def kind(config: PammConfig) -> Kind:
+    """What a setting's time depends on."""
+    return config.method, config.ratio, config.directions or 0
+
+
+def step_times(records: list[dict[str, Any]], shape: str) -> dict[Kind, float]:
+    """Of each kind, the compiled step's time over exact's of the same run, in %."""
     case = ("model", shape, True)
     keys = ("benchmark", "model", "compiled")
     ours = [r for r in records if tuple(r.get(key) for key in keys) == case]
     exact = {r["commit"]: r["total_ms"] for r in ours if r["arm"] == "exact"}
     times = {}
     for record in ours:
-        method, _, ratio = record["arm"].partition(":")
-        if method in METHODS and record["commit"] in exact:
-            config = PammConfig(method, ratio or None)  # type: ignore[arg-type]
-            times[method, config.ratio] = 100 * record["total_ms"] / exact[record["commit"]]
+        arm, commit = record["arm"], record["commit"]
+        if arm.partition(":")[0] in METHODS and commit in exact and not arm.endswith("+mlp"):
+            times[kind(arm_config(arm))] = 100 * record["total_ms"] / exact[commit]
     return times
 
 
@@ -132,13 +140,13 @@ def bytes_plot(found: list[Point], title: str) -> bytes:
 def time_plot(
     found: list[Point],
     title: str,
-    times: dict[str, dict[tuple[str, float], float]],
+    times: dict[str, dict[Kind, float]],
     slope: float | None,
 ) -> bytes:
     """Perplexity above exact's against the time of a step, and where the two are worth the same."""
     figure, panels = new_figure(15, 6.5, panels=len(times))
     for axes, (shape, of) in zip(panels, times.items(), strict=True):
-        known = [(p, of[key]) for p in found if (key := (p.config.method, p.config.ratio)) in of]
+        known = [(p, of[key]) for p in found if (key := kind(p.config)) in of]
         _draw(axes, known)
         low, high = (edge([100, *(time for _, time in known)]) for edge in (min, max))
         if slope is not None:
@@ -214,11 +222,11 @@ def main() -> None:
     picture = time_plot(found, title(studies), times, slope(studies[0], folders[0]))
     (output / "frontier-time.png").write_bytes(picture)
     for point in sorted(found, key=lambda point: (point.is_final, point.above)):
-        key = (point.config.method, point.config.ratio)
+        key = kind(point.config)
         steps = [f"{shape} {of[key]:.1f} %" for shape, of in times.items() if key in of]
-        kind = "final" if point.is_final else "short"
+        length = "final" if point.is_final else "short"
         print(
-            f"{point.name:34} {kind}  {point.held:5.2f} % held  {point.above:+6.2f} ± "
+            f"{point.name:34} {length}  {point.held:5.2f} % held  {point.above:+6.2f} ± "
             f"{point.spread:.2f} %  step: {', '.join(steps)}"
         )
 

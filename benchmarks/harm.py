@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 import pamm
-from frontier import percent_axis, points
+from frontier import kind, percent_axis, points
 from pamm.analysis.plots import COLOURS, new_figure, png
 from pamm.bench.model import SIZES
 from pamm.bench.records import append, environment
@@ -113,8 +113,7 @@ def plot(records: list[dict[str, Any]], study: Study, folder: Path) -> bytes:
     for axes, number in zip(panels, NUMBERS, strict=True):
         for place, record in enumerate(records):
             config = pamm.PammConfig.from_dict(record["config"])
-            kind = (config.method, config.ratio)
-            harm = [p.above for p in trained if (p.config.method, p.config.ratio) == kind]
+            harm = [p.above for p in trained if kind(p.config) == kind(config)]
             axes.plot(
                 [record[number]] * len(harm), harm, ":", color=COLOURS[place % len(COLOURS)],
                 marker="os^"[place // len(COLOURS)], label=record["cell"].partition(", bytes")[0],

@@ -17,10 +17,12 @@ def test_the_default_is_what_costs_least_and_the_papers_form_has_its_recommendat
     assert (config.ratio, config.tolerance) == (1 / 512, None)
 
 
-@pytest.mark.parametrize("given", [{"ratio": "1/128"}, {"tolerance": 0.5}], ids=str)
+@pytest.mark.parametrize(
+    "given", [{"ratio": "1/128"}, {"tolerance": 0.5}, {"directions": 8}], ids=str
+)
 def test_a_number_without_the_method_it_is_for_is_refused(given: dict[str, Any]) -> None:
     with pytest.raises(
-        PammError, match=r"is (1/128|0\.5), but what it means depends on the method"
+        PammError, match=r"is (1/128|0\.5|8), but what it means depends on the method"
     ):
         PammConfig(**given)
 
@@ -32,6 +34,21 @@ def test_a_tolerance_for_a_method_without_one_is_refused(method: str) -> None:
         PammError, match=f"tolerance is 0.5, which method 'pamm' alone has.*{method}"
     ):
         PammConfig(method, tolerance=0.5)
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "sampled"])
+def test_directions_for_a_method_without_them_are_refused(method: str) -> None:
+    assert PammConfig(method).directions is None
+    with pytest.raises(
+        PammError, match=f"directions is 8, which method 'sampled' alone has.*{method}"
+    ):
+        PammConfig(method, directions=8)
+
+
+@pytest.mark.parametrize("directions", [-1, 0.5, "64", True])
+def test_bad_directions_say_what_is_allowed(directions: object) -> None:
+    with pytest.raises(PammError, match="give a whole number, 0 or above"):
+        PammConfig("sampled", directions=directions)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("text", ["1/128", "0.0078125", 1 / 128])

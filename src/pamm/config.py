@@ -42,6 +42,10 @@ class PammConfig:
         tolerance: epsilon of the paper's eq. 3, relative to a row's norm: a row is kept if
             ||A_i - A~_i|| <= epsilon ||A_i||. ``None`` (or infinity) keeps every row, which the
             paper found best; 0 keeps the generators alone; 1 and above equal ``None``.
+        directions: of ``"sampled"`` alone: in how many directions X enters the gradient whole,
+            never more than a quarter of the n features; none if left out. With 64 a third of the
+            tokens does for half of them (docs/quality.md). They follow X from step to step:
+            ``pamm.carried``.
         seed: of the private stream that draws generators. The global random state is never used.
         backend: ``"auto"`` (Triton's kernels on a GPU, plain PyTorch elsewhere; the environment
             variable PAMM_BACKEND may decide), ``"triton"`` or ``"torch"``.
@@ -53,13 +57,14 @@ class PammConfig:
     Example:
         >>> PammConfig("pamm", "1/128").generators(tokens=4096)
         32
-        >>> PammConfig()
-        PammConfig(method='sampled', ratio=0.5, tolerance=None, seed=0, backend='auto')
+        >>> PammConfig() == PammConfig("sampled", ratio=1 / 2)
+        True
     """
 
     method: str = None  # type: ignore[assignment]  # a name once made
     ratio: float = None  # type: ignore[assignment]  # a number once made
     tolerance: float | None = None
+    directions: int | None = None
     seed: int = 0
     backend: str = "auto"
 
@@ -67,7 +72,7 @@ class PammConfig:
         object.__setattr__(self, "tolerance", _tolerance(self.tolerance))
         ratio = None if self.ratio is None else _ratio(self.ratio)
         if self.method is None:
-            for name in ("ratio", "tolerance"):
+            for name in ("ratio", "tolerance", "directions"):
                 if (value := getattr(self, name)) is not None:
                     raise PammError(
                         f"{name} is {value}, but what it means depends on the method, and none "
@@ -81,6 +86,7 @@ class PammConfig:
                 f"tolerance is {self.tolerance:g}, which method 'pamm' alone has; leave it out "
                 f"with {self.method!r}."
             )
+        object.__setattr__(self, "directions", self._directions())
         if self.backend not in BACKENDS:
             raise PammError(f"backend is {self.backend!r}; choose one of {', '.join(BACKENDS)}.")
         ratio = DEFAULT_RATIO.get(self.method, 1 / 512) if ratio is None else ratio
@@ -90,6 +96,21 @@ class PammConfig:
         object.__setattr__(self, "_share", f"{share.numerator}/{share.denominator}")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
             raise PammError(f"seed is {self.seed!r}; give a whole number, 0 or above.")
+
+    def _directions(self) -> int | None:
+        value = self.directions
+        if self.method != "sampled":
+            if value is not None:
+                raise PammError(
+                    f"directions is {value}, which method 'sampled' alone has; leave it out with "
+                    f"{self.method!r}."
+                )
+            return None
+        if value is None:
+            return 0
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise PammError(f"directions is {value!r}; give a whole number, 0 or above.")
+        return value
 
     @property
     def recomputes(self) -> bool:

@@ -8,7 +8,7 @@
     pamm::encode       codes of 4 and 2 bits of a matrix, with sizes and scales
     pamm::decode       the matrix they stand for
     pamm::refresh      the directions that a subspace carries, now and then brought up to date
-    pamm::sample       rows of X and G of some tokens, drawn by the size of their gradients
+    pamm::sample       rows that stand for those of X and G, some drawn by the size of G's
 
 To torch.compile, checkpointing policies and profilers each is one opaque unit. None of them waits
 for the device. All sums are taken in fp32 (fp64 for fp64), also under autocast.
@@ -229,19 +229,55 @@ def _(carried: Tensor, passes: Tensor, x: Tensor, every: int) -> None:
     return None
 
 
-@_op("sample(Tensor x, Tensor g, SymInt c, Tensor offset, str backend) -> (Tensor, Tensor)")
-def sample(x: Tensor, g: Tensor, c: int, offset: Tensor, backend: str) -> tuple[Tensor, Tensor]:
-    """``sampling.rows`` of X (tokens, n) and G (tokens, m), for c tokens that ``sampling.draw``
-    drew."""
+@_op(
+    "sample(Tensor x, Tensor g, SymInt c, Tensor offset, Tensor? z, Tensor? basis, Tensor? inner, "
+    "str backend) -> (Tensor, Tensor)"
+)
+def _sample(
+    x: Tensor,
+    g: Tensor,
+    c: int,
+    offset: Tensor,
+    z: Tensor | None,
+    basis: Tensor | None,
+    inner: Tensor | None,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
     twin: Any = sampling
     if _use_triton(g, backend):
         from pamm.kernels import sample as twin
-    return twin.rows(x, g, *twin.draw(g, c, offset))
+    whole = None
+    if z is not None and basis is not None and inner is not None:
+        whole = sampling.Whole(z, basis, inner)
+    return twin.rows(x, g, *twin.draw(g, c, offset), whole)
 
 
 @_fake("sample")
-def _(x: Tensor, g: Tensor, c: int, offset: Tensor, backend: str) -> tuple[Tensor, Tensor]:
-    return g.new_empty(c, x.shape[1]), g.new_empty(c, g.shape[1])
+def _(
+    x: Tensor,
+    g: Tensor,
+    c: int,
+    offset: Tensor,
+    z: Tensor | None,
+    basis: Tensor | None,
+    inner: Tensor | None,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    rows = c + (0 if z is None else z.shape[1])
+    return sampling.aligned(g, rows, x.shape[1]), sampling.aligned(g, rows, g.shape[1])
+
+
+def sample(
+    x: Tensor,
+    g: Tensor,
+    c: int,
+    offset: Tensor,
+    whole: sampling.Whole | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """``sampling.rows`` of X (tokens, n) and G (tokens, m), for c tokens that ``sampling.draw``
+    drew."""
+    return _sample(x, g, c, offset, *(whole or (None, None, None)), backend)
 
 
 def no_autocast(tensor: Tensor) -> AbstractContextManager[object]:

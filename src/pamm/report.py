@@ -92,6 +92,8 @@ class Report:
             settings += f", ratio {format_ratio(config.ratio)}"
         if config.tolerance is not None:
             settings += f", tolerance {config.tolerance:g}"
+        if config.directions:
+            settings += f", {config.directions} directions"
         table = Table(
             title=f"pamm: {len(self.converted)} groups converted ({settings}); bytes for "
             f"{tokens:,} tokens in one forward pass",

@@ -1,15 +1,27 @@
 """A weight gradient from some of the tokens, drawn in backward by the size of their gradients.
 
-In dW = sum_i g_i x_i.T a few tokens have most of the gradient, most of all in q, k and v. Of b
-tokens c are drawn, token i as often as
+In dW = sum_i g_i x_i.T a few tokens have most of the gradient, and a few directions most of X. With
+these directions, the orthonormal columns of P, and z_i = P.T x_i the gradient is the sum of a part
+that takes few multiplications for all tokens and one with little in it,
+
+    dW = (sum_i g_i z_i.T) P.T + sum_i g_i (x_i - P z_i).T
+
+and of the second one c of the b tokens are enough. Token i is drawn as often as
 
     q_i = min(1, ||g_i|| / tau)  on the average, with tau such that sum_i q_i = c
 
-    dW ~ sum over the drawn s of (1 / q_s) g_s x_s.T
+    dW ~ (sum_i g_i z_i.T) P.T + sum over the drawn s of (1 / q_s) g_s (x_s - P z_s).T
 
-which is unbiased, and has the least noise that c tokens allow where all ||x_i|| are alike (Drineas,
-Kannan and Mahoney, 2006), as behind a norm. What a token's row in X is, must be known in backward.
+which is unbiased whatever P is, and of such draws has the least noise that c tokens allow where all
+||x_i - P z_i|| are alike (Drineas, Kannan and Mahoney, 2006). P is carried from step to step, as
+``pamm.subspace`` does. What a token's row in X is, must be known in backward.
+
+Both parts are one product: the rows of P.T, and those of sum_i z_i g_i.T for them, join the drawn.
+Without directions the first part is none of it, and all of X is drawn from.
 """
+
+import math
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int64
@@ -23,6 +35,7 @@ FLOOR = 1e-2
 TINY = 1e-30
 UNIT = 1 << 24
 """Shares are added up in whole numbers of 1 / UNIT: without rounding, so in any order."""
+_ALIGNMENT = 16
 
 
 def draw(
@@ -64,14 +77,60 @@ def drawn(
     return index, weight + 0 * q.sum()
 
 
+def directions(most: int, n: int) -> int:
+    """How many columns P has for n features: ``most``, and no more than a quarter of n."""
+    return min(most, max(1, n // 4))
+
+
+class Whole(NamedTuple):
+    """The part of the gradient that no token is missing from, (basis @ inner).T."""
+
+    z: Float[Tensor, "tokens k"]
+    """Of which z @ basis.T is what X has in the directions."""
+    basis: Float[Tensor, "n k"]
+    """P, times ``unit``."""
+    inner: Float[Tensor, "k m"]
+    """z.T @ G."""
+
+
+def whole(
+    x: Float[Tensor, "tokens n"], basis: Float[Tensor, "n k"], g: Float[Tensor, "tokens m"]
+) -> Whole:
+    """That of X and G, for a basis whose columns are ``unit`` long."""
+    z = x @ (basis / unit(len(basis)) ** 2)
+    return Whole(z, basis, z.to(g.dtype).T @ g)
+
+
+def unit(n: int) -> float:
+    """By which the columns of P are longer here: near sqrt(n), so that neither side of a product
+    leaves fp16's range before dW does; a power of two, so that nothing is rounded.
+    """
+    return 2.0 ** round(math.log2(n) / 2)
+
+
 def rows(
     x: Float[Tensor, "tokens n"],
     g: Float[Tensor, "tokens m"],
     index: Int64[Tensor, " c"],
     weight: Float[Tensor, " c"],
-) -> tuple[Float[Tensor, "c n"], Float[Tensor, "c m"]]:
-    """Of X, times the weights, and of G, both in its dtype: G_c.T @ X_c is about G.T @ X.
+    whole: Whole | None = None,
+) -> tuple[Float[Tensor, "rows n"], Float[Tensor, "rows m"]]:
+    """What stands for X and for G, in G's dtype: G_c.T @ X_c is about G.T @ X.
 
-    The weights go to X, whose rows do not overflow.
+    The c drawn rows, times the weights on X's side, whose rows do not overflow; and behind them
+    those of ``whole``, less which the rows of X are.
     """
-    return (x[index] * weight[:, None]).to(g.dtype), g[index]
+    count = len(index) + (0 if whole is None else whole.basis.shape[1])
+    x_rows, g_rows = aligned(g, count, x.shape[1]), aligned(g, count, g.shape[1])
+    rest, drawn = x[index], slice(0, len(index))
+    if whole is not None:
+        wide, after = accumulation_dtype(x.dtype), slice(len(index), None)
+        rest = rest.to(wide) - whole.z[index].to(wide) @ whole.basis.to(wide).T
+        x_rows[after], g_rows[after] = whole.basis.T, whole.inner
+    x_rows[drawn], g_rows[drawn] = rest * weight[:, None], g[index]
+    return x_rows, g_rows
+
+
+def aligned(like: Tensor, rows: int, columns: int) -> Tensor:
+    """An empty matrix whose rows begin at multiples of 32 bytes: products are slow of others."""
+    return like.new_empty(rows, -(-columns // _ALIGNMENT) * _ALIGNMENT)[:, :columns]

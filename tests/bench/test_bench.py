@@ -18,6 +18,7 @@ from pamm.cli import app
 from pamm.config import PammConfig
 from pamm.errors import PammError
 from pamm.nn import groups
+from pamm.recompute import recomputed_groups
 from tests.tolerances import relative_error
 
 CPU = torch.device("cpu")
@@ -164,7 +165,10 @@ def test_a_report_compares_arms_of_one_run(tmp_path: Path) -> None:
     assert ratios == {"exact": "1.000", "pamm": "2.000", "paper": "0.500"}
 
 
-@pytest.mark.parametrize("names", [(), ("fast",), ("exact", "recompute:1/8"), ("subspace:",)])
+@pytest.mark.parametrize(
+    "names",
+    [(), ("fast",), ("exact", "recompute:1/8"), ("subspace:",), ("pamm+mlp",), ("subspace:1/8:4",)],
+)
 def test_an_unknown_arm_is_refused(names: tuple[str, ...]) -> None:
     with pytest.raises(PammError, match="choose from exact"):
         make_arms(block(Shape(8, 8, 8), CPU, torch.float32), CONFIG, names)
@@ -176,3 +180,16 @@ def test_other_methods_have_ratios_of_their_own() -> None:
     configs = [groups(arm)[0].method.config for arm in arms.values()]  # type: ignore[attr-defined]
     assert [config.method for config in configs] == ["pamm", "subspace", "subspace", "pamm"]
     assert [config.ratio for config in configs] == [CONFIG.ratio, 3 / 8, 1 / 2, 1 / 2]
+
+
+def test_an_arm_of_a_model_may_have_directions_and_convert_gate_and_up() -> None:
+    model = build(SIZES["tiny"], CPU, torch.float32)
+    names = ("recompute+mlp", "sampled:1/4", "sampled:1/4:16+mlp")
+    arms = make_arms(model, CONFIG, names)
+    assert len(recomputed_groups(arms["recompute+mlp"])) == 4  # two layers
+    configs = [[group.method.config for group in groups(arm)] for arm in arms.values()]  # type: ignore[attr-defined]
+    assert configs == [
+        [],
+        2 * [PammConfig("sampled", 1 / 4, seed=CONFIG.seed)],
+        4 * [PammConfig("sampled", 1 / 4, directions=16, seed=CONFIG.seed)],
+    ]

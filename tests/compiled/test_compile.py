@@ -10,7 +10,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import pamm
-from pamm import ops
+from pamm import ops, sampling
 from pamm.nn import groups
 from tests.helpers import Model, saved_tensors
 
@@ -43,10 +43,12 @@ def test_ops_pass_opcheck(dtype: torch.dtype, tolerance: float | None) -> None:
     torch.library.opcheck(torch.ops.pamm.decode.default, (codes, size, 10, 24, "auto"))
 
 
-def test_sample_passes_opcheck() -> None:
+@pytest.mark.parametrize("k", [0, 3])
+def test_sample_passes_opcheck(k: int) -> None:
     x, g = torch.randn(60, 16, device=DEVICE), torch.randn(60, 24, device=DEVICE)
     offset = torch.rand(1, dtype=torch.float64, device=DEVICE)
-    torch.library.opcheck(torch.ops.pamm.sample.default, (x, g, 7, offset, "auto"))
+    whole = sampling.whole(x, torch.randn(16, k, device=DEVICE), g) if k else (None, None, None)
+    torch.library.opcheck(torch.ops.pamm.sample.default, (x, g, 7, offset, *whole, "auto"))
 
 
 def test_project_passes_opcheck() -> None:
@@ -193,8 +195,10 @@ def test_recomputing_compiles_and_is_exact() -> None:
             assert torch.allclose(one.grad, other.grad, atol=1e-4)
 
 
-def test_sampling_compiles_draws_what_eager_draws_and_keeps_no_x() -> None:
-    config, x = pamm.PammConfig("sampled", ratio=1 / 2), torch.randn(2, 20, 16, device=DEVICE)
+@pytest.mark.parametrize("directions", [0, 4])
+def test_sampling_compiles_draws_what_eager_draws_and_keeps_no_x(directions: int) -> None:
+    config = pamm.PammConfig("sampled", ratio=1 / 2, directions=directions)
+    x = torch.randn(2, 20, 16, device=DEVICE)
     kept, models = {}, {}
     for name in ("exact", "eager", "compiled"):
         torch.manual_seed(0)
@@ -209,7 +213,8 @@ def test_sampling_compiles_draws_what_eager_draws_and_keeps_no_x() -> None:
         models[name] = model, target
         del y
     # The first block's input needs no gradient, so that its X is kept.
-    assert kept["compiled"] <= kept["exact"] - 2 * x.numel()
+    held = 2 * (x.numel() - directions * x.shape[-1])
+    assert kept["compiled"] <= kept["exact"] - held
     for number in range(3):
         one, other = (step(*models[name], number) for name in ("eager", "compiled"))
         assert all(torch.allclose(*pair, atol=1e-4) for pair in zip(one, other, strict=True))

@@ -4,16 +4,18 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from pamm import ops
-from pamm.compressors.protocol import Memoryless, State
+from pamm import ops, sampling
+from pamm.compressors.carrying import Carrying
+from pamm.compressors.protocol import State
 from pamm.config import PammConfig
 from pamm.stream import Draw
 
 
-class Sampled(Memoryless):
-    """dW ~ sum over c drawn tokens of (1 / q_s) g_s x_s.T: ``pamm.sampling`` behind the protocol.
+class Sampled(Carrying):
+    """dW ~ G_c.T @ X_c, of c drawn tokens and k directions: ``pamm.sampling`` behind the protocol.
 
-    The state is one number, where the draw begins; X follows it (``needs_x``).
+    The state is one number, where the draw begins, and P (n, k); X follows it (``needs_x``).
+    Between steps the group carries P.
     """
 
     needs_x = True
@@ -21,20 +23,32 @@ class Sampled(Memoryless):
     def __init__(self, config: PammConfig) -> None:
         self.config = config
 
+    def width(self, in_features: int) -> int:
+        """As many as the configuration says, if there are features for them."""
+        assert self.config.directions is not None
+        return sampling.directions(self.config.directions, in_features)
+
     def compress(self, x: Float[Tensor, "tokens n"], draw: Draw) -> State:
-        """A number in [0, 1), in steps of 1 / tokens."""
-        return (draw(len(x), min(1, len(x)), x.device).double() / max(len(x), 1),)
+        """A number in [0, 1), in steps of 1 / tokens; with directions, and P as it is now."""
+        offset = draw(len(x), min(1, len(x)), x.device).double() / max(len(x), 1)
+        if not self.axes.numel():
+            return (offset,)
+        self.move(x.device)
+        return offset, (self.axes * sampling.unit(len(self.axes))).to(x.dtype)
 
     def weight_grad(self, state: State, grad: Float[Tensor, "tokens m"]) -> Float[Tensor, "m n"]:
         """From as many tokens as ``config`` says."""
-        offset, x = state
+        offset, *basis, x = state
         c = self.config.generators(len(grad))
         with ops.no_autocast(grad):
             if c >= len(grad):
                 return grad.T @ x.to(grad.dtype)
-            x_rows, g_rows = ops.sample(x, grad, c, offset, self.config.backend)
+            # Not in the op: its z is the same for q, k and v, and torch.compile keeps one.
+            whole = sampling.whole(x, basis[0], grad) if basis else None
+            x_rows, g_rows = ops.sample(x, grad, c, offset, whole, self.config.backend)
             return g_rows.T @ x_rows
 
     def state_bytes(self, tokens: int, in_features: int, dtype: torch.dtype) -> int:
-        """The one number: X itself is made again in backward."""
-        return torch.float64.itemsize * min(1, tokens)
+        """The number and P: X itself is made again in backward."""
+        basis = in_features * self.width(in_features) * dtype.itemsize
+        return torch.float64.itemsize * min(1, tokens) + basis

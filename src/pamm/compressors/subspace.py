@@ -5,17 +5,18 @@ from jaxtyping import Float
 from torch import Tensor
 
 from pamm import ops, subspace
+from pamm.compressors.carrying import Carrying
 from pamm.compressors.protocol import State
 from pamm.config import PammConfig
 from pamm.stream import Draw
 from pamm.types import accumulation_dtype
 
 
-class Subspace:
+class Subspace(Carrying):
     """dW.T ~= Q diag(w) ((X Q).T @ G): ``pamm.subspace`` behind the protocol.
 
     The state is X Q in 4 and 2 bits, two sizes for each token, a scale for each direction, and Q.
-    Between steps the group carries Q1 (n, k1) in fp32.
+    Between steps the group carries Q1 (n, k1).
     """
 
     needs_x = False
@@ -23,26 +24,10 @@ class Subspace:
     def __init__(self, config: PammConfig) -> None:
         self.config = config
 
-    def prepare(self, in_features: int, device: torch.device) -> None:
-        """Q1 is the first unit vectors; the first passes turn it where X's energy lies."""
-        device = torch.device("cpu") if device.type == "meta" else device
+    def width(self, in_features: int) -> int:
+        """Those carried with four bits and with two."""
         fine, coarse, _ = subspace.directions(self.config.ratio, in_features)
-        self.axes = torch.eye(in_features, fine + coarse, device=device)
-        self.passes = torch.zeros(1, dtype=torch.int64)
-
-    def move(self, device: torch.device) -> None:
-        """Q1 goes along with the layers."""
-        if self.axes.device != device and device.type != "meta":
-            self.axes = self.axes.to(device)
-
-    def carried(self) -> dict[str, Tensor]:
-        """Q1, and how many forward passes have learned."""
-        return {"axes": self.axes, "passes": self.passes}
-
-    def advance(self, x: Float[Tensor, "tokens n"]) -> None:
-        """Bring Q1 up to date with X, now and then."""
-        self.move(x.device)
-        ops.refresh(self.axes, self.passes, x, subspace.EVERY)
+        return fine + coarse
 
     def compress(self, x: Float[Tensor, "tokens n"], draw: Draw) -> State:
         """Codes, sizes, scales (times w) and Q."""
@@ -65,10 +50,6 @@ class Subspace:
             z = ops.decode(codes, size, k // 3, k, self.config.backend)
             inner = (grad.T @ z.to(grad.dtype)).to(scale.dtype) * scale
             return inner.to(grad.dtype) @ basis.T.to(grad.dtype)
-
-    def dropped(self, state: State, tokens: int) -> Tensor | float:
-        """None of them."""
-        return 0.0
 
     def state_bytes(self, tokens: int, in_features: int, dtype: torch.dtype) -> int:
         """k / 3 bytes and two numbers a token; a scale and n numbers for each direction."""

@@ -1,7 +1,8 @@
-"""Triton twin of ``sampling.draw`` and ``sampling.rows``: three launches.
+"""Triton twin of ``sampling.draw`` and ``sampling.rows``: three launches, four with directions.
 
 The first takes the sizes of the tokens' gradients. The second looks for tau, walks along the shares
-and writes down the tokens that a step falls on. The third takes their rows.
+and writes down the tokens that a step falls on. The third takes their rows; with directions, only
+those of G, and the fourth takes those of X, less what lies in the directions.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false
@@ -11,13 +12,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pamm.kernels.tiles import ceil_div
-from pamm.sampling import FLOOR, ROUNDS, TINY, UNIT
+from pamm.kernels.tiles import ceil_div, operand, power_of_2, precision
+from pamm.sampling import FLOOR, ROUNDS, TINY, UNIT, Whole, aligned
 
 _ROWS = 4
 _COLUMNS = 512
 _TOKENS = 8192  # that a program sees at a time
 _OWN = 2048  # of which it writes down the draws
+_REST_ROWS = 64
+_REST_COLUMNS = 128
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -108,9 +111,9 @@ def _draws(along, all_units, draws_a_unit, offset, c):
 @triton.jit(do_not_specialize=["c"])
 def _rows_kernel(
     x_ptr, g_ptr, index_ptr, weight_ptr, x_rows_ptr, g_rows_ptr, c, n, m,
-    x_row, x_col, g_row, g_col, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    x_row, x_col, g_row, g_col, x_pitch, g_pitch, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``sampling.rows``, some of them."""
+    """Some of the drawn rows, with n columns of X and m of G."""
     slot = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     present = slot < c
     token = tl.load(index_ptr + slot, mask=present, other=0)
@@ -120,25 +123,82 @@ def _rows_kernel(
         mask = present[:, None] & (column < n)[None, :]
         at = x_ptr + token[:, None] * x_row + column[None, :] * x_col
         value = tl.load(at, mask=mask, other=0.0).to(tl.float32) * weight[:, None]
-        at = x_rows_ptr + slot[:, None] * n + column[None, :]
+        at = x_rows_ptr + slot[:, None] * x_pitch + column[None, :]
         tl.store(at, value.to(x_rows_ptr.dtype.element_ty), mask=mask)
     for start in range(0, m, BLOCK):
         column = start + tl.arange(0, BLOCK).to(tl.int64)
         mask = present[:, None] & (column < m)[None, :]
         at = g_ptr + token[:, None] * g_row + column[None, :] * g_col
         value = tl.load(at, mask=mask, other=0.0)
-        tl.store(g_rows_ptr + slot[:, None] * m + column[None, :], value, mask=mask)
+        tl.store(g_rows_ptr + slot[:, None] * g_pitch + column[None, :], value, mask=mask)
+
+
+@triton.jit(do_not_specialize=["c"])
+def _rest_kernel(
+    x_ptr, z_ptr, basis_ptr, inner_ptr, index_ptr, weight_ptr, x_rows_ptr, g_rows_ptr,
+    c, n, m, k, x_row, x_col, x_pitch, g_pitch,
+    PRECISION: tl.constexpr, OPERAND: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """For some rows and columns, weight (x - P z), or, in the first programs, P.T and z.T @ G."""
+    first = tl.cdiv(k, ROWS)
+    column = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    lane = tl.arange(0, ROWS).to(tl.int64)
+    if tl.program_id(0) < first:
+        j = tl.program_id(0) * ROWS + lane
+        mask = (j < k)[:, None] & (column < n)[None, :]
+        value = tl.load(basis_ptr + column[None, :] * k + j[:, None], mask=mask, other=0.0)
+        at = x_rows_ptr + (c + j[:, None]) * x_pitch + column[None, :]
+        tl.store(at, value.to(x_rows_ptr.dtype.element_ty), mask=mask)
+        mask = (j < k)[:, None] & (column < m)[None, :]
+        value = tl.load(inner_ptr + j[:, None] * m + column[None, :], mask=mask, other=0.0)
+        tl.store(g_rows_ptr + (c + j[:, None]) * g_pitch + column[None, :], value, mask=mask)
+    elif tl.program_id(1) * BLOCK < n:
+        slot = (tl.program_id(0) - first) * ROWS + lane
+        present, inside = slot < c, column < n
+        token = tl.load(index_ptr + slot, mask=present, other=0)
+        known = tl.zeros((ROWS, BLOCK), tl.float32)
+        for start in range(0, k, BLOCK_K):
+            j = start + tl.arange(0, BLOCK_K)
+            z = tl.load(
+                z_ptr + token[:, None] * k + j[None, :],
+                mask=present[:, None] & (j < k)[None, :], other=0.0,
+            )  # fmt: skip
+            basis = tl.load(
+                basis_ptr + column[:, None] * k + j[None, :],
+                mask=inside[:, None] & (j < k)[None, :], other=0.0,
+            )  # fmt: skip
+            known = tl.dot(
+                z.to(OPERAND), tl.trans(basis).to(OPERAND), known, input_precision=PRECISION
+            )
+        mask = present[:, None] & inside[None, :]
+        at = x_ptr + token[:, None] * x_row + column[None, :] * x_col
+        rest = tl.load(at, mask=mask, other=0.0).to(tl.float32) - known
+        rest *= tl.load(weight_ptr + slot, mask=present, other=0.0)[:, None]
+        at = x_rows_ptr + slot[:, None] * x_pitch + column[None, :]
+        tl.store(at, rest.to(x_rows_ptr.dtype.element_ty), mask=mask)
 
 
 def draw(g: Tensor, c: int, offset: Tensor) -> tuple[Tensor, Tensor]:
     """The twin of ``sampling.draw``, for fp32, bf16 and fp16."""
+    return select(sizes(g), c, offset)
+
+
+def sizes(g: Tensor) -> Tensor:
+    """||g_i|| of every token."""
     tokens, m = g.shape
     size = torch.empty(tokens, dtype=torch.float32, device=g.device)
     _size_kernel[(ceil_div(tokens, _ROWS),)](
         g, size, tokens, m, g.stride(0), g.stride(1), ROWS=_ROWS, BLOCK=_COLUMNS
     )
-    index = torch.empty(c, dtype=torch.int64, device=g.device)
-    weight = torch.empty(c, dtype=torch.float32, device=g.device)
+    return size
+
+
+def select(size: Tensor, c: int, offset: Tensor) -> tuple[Tensor, Tensor]:
+    """The twin of ``sampling.drawn`` from ``sampling.shares``."""
+    tokens = len(size)
+    index = torch.empty(c, dtype=torch.int64, device=size.device)
+    weight = torch.empty(c, dtype=torch.float32, device=size.device)
     _select_kernel[(ceil_div(tokens, _OWN),)](
         size, offset, index, weight, tokens, c,
         ROUNDS=ROUNDS, FLOOR=FLOOR, TINY=TINY, UNIT=UNIT, BLOCK=_TOKENS, OWN=_OWN,
@@ -147,12 +207,24 @@ def draw(g: Tensor, c: int, offset: Tensor) -> tuple[Tensor, Tensor]:
     return index, weight
 
 
-def rows(x: Tensor, g: Tensor, index: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def rows(
+    x: Tensor, g: Tensor, index: Tensor, weight: Tensor, whole: Whole | None = None
+) -> tuple[Tensor, Tensor]:
     """The twin of ``sampling.rows``."""
     (c,), n, m = index.shape, x.shape[1], g.shape[1]
-    x_rows, g_rows = g.new_empty(c, n), g.new_empty(c, m)
+    k = 0 if whole is None else whole.basis.shape[1]
+    x_rows, g_rows = aligned(g, c + k, n), aligned(g, c + k, m)
     _rows_kernel[(ceil_div(c, _ROWS),)](
-        x, g, index, weight, x_rows, g_rows, c, n, m, *x.stride(), *g.stride(),
-        ROWS=_ROWS, BLOCK=_COLUMNS,
+        x, g, index, weight, x_rows, g_rows, c, 0 if k else n, m,
+        *x.stride(), *g.stride(), x_rows.stride(0), g_rows.stride(0), ROWS=_ROWS, BLOCK=_COLUMNS,
     )  # fmt: skip
+    if whole is not None:
+        z, basis, inner = (each.contiguous() for each in whole)
+        programs = ceil_div(k, _REST_ROWS) + ceil_div(c, _REST_ROWS)
+        _rest_kernel[(programs, ceil_div(max(n, m), _REST_COLUMNS))](
+            x, z, basis, inner, index, weight, x_rows, g_rows, c, n, m, k,
+            *x.stride(), x_rows.stride(0), g_rows.stride(0),
+            PRECISION=precision(x.dtype), OPERAND=operand(x.dtype),
+            ROWS=_REST_ROWS, BLOCK=_REST_COLUMNS, BLOCK_K=min(64, max(16, power_of_2(k))),
+        )  # fmt: skip
     return x_rows, g_rows

@@ -1,0 +1,47 @@
+"""Directions in which most of X's energy lies, carried from step to step."""
+
+from abc import ABC, abstractmethod
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from pamm import ops, subspace
+
+
+class Carrying(ABC):
+    """The part of the protocol that methods share which carry directions, (n, k) in fp32."""
+
+    axes: Tensor
+    """Orthonormal columns: at first unit vectors, which the first passes turn."""
+    passes: Tensor
+    """How many forward passes have learned; on the CPU, where the next one is decided on."""
+
+    @abstractmethod
+    def width(self, in_features: int) -> int:
+        """How many directions."""
+
+    def prepare(self, in_features: int, device: torch.device) -> None:
+        """The first unit vectors."""
+        device = torch.device("cpu") if device.type == "meta" else device
+        self.axes = torch.eye(in_features, self.width(in_features), device=device)
+        self.passes = torch.zeros(1, dtype=torch.int64)
+
+    def move(self, device: torch.device) -> None:
+        """The directions go along with the layers."""
+        if self.axes.device != device and device.type != "meta":
+            self.axes = self.axes.to(device)
+
+    def carried(self) -> dict[str, Tensor]:
+        """The directions, and how many forward passes have learned, if there are any."""
+        return {"axes": self.axes, "passes": self.passes} if self.axes.numel() else {}
+
+    def advance(self, x: Float[Tensor, "tokens n"]) -> None:
+        """Bring the directions up to date with X, now and then."""
+        if self.axes.numel():
+            self.move(x.device)
+            ops.refresh(self.axes, self.passes, x, subspace.EVERY)
+
+    def dropped(self, state: tuple[Tensor, ...], tokens: int) -> Tensor | float:
+        """No token."""
+        return 0.0
