@@ -5,7 +5,10 @@ python benchmarks/quality_plot.py benchmarks/results/h200 docs
 
 import json
 import math
+import re
+import statistics
 import sys
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -67,18 +70,54 @@ def switches(trained: list[dict[str, Any]], output: Path) -> None:
     figure.savefig(output, dpi=150)
 
 
+def directions(trained: list[dict[str, Any]], output: Path) -> None:
+    """Perplexity over exact's of the same seed, against the share of tokens drawn."""
+    exact = {
+        r["run"].get("seed", 0): r["perplexity"] for r in trained if r["run"]["arm"] == "exact"
+    }
+    figure, axes = new_figure(8, 5)
+    targets = {("config",): "q, k, v", ("mlp",): "gate, up", ("config", "mlp"): "all five"}
+    lines: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    for record in trained:
+        run = record["run"]
+        converted = tuple(key for key in ("config", "mlp") if key in run)
+        if converted and "then" not in run:
+            config = run[converted[0]]
+            above = 100 * (record["perplexity"] / exact[run.get("seed", 0)] - 1)
+            line = targets[converted], config.get("directions", 0)
+            lines.setdefault(line, []).append((float(Fraction(config["ratio"])), above))
+    for (target, count), found in sorted(lines.items(), key=lambda line: line[0][::-1]):
+        colour = COLOURS[1 + [*targets.values()].index(target)]
+        shares = sorted({share for share, _ in found})
+        means = [statistics.mean(y for x, y in found if x == share) for share in shares]
+        label = f"{target}, {count or 'no'} directions"
+        style = {0: "s:", 16: "^:", 64: "o-"}[count]
+        axes.plot(shares, means, style, color=colour, mfc=colour if count else "white", label=label)
+        axes.plot(*zip(*found, strict=True), ".", color=colour, ms=4)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks([1 / 8, 1 / 4, 1 / 3, 1 / 2], ["1/8", "1/4", "1/3", "1/2"])
+    axes.axhline(0, color="grey", lw=0.8)
+    axes.set(xlabel="share of the tokens drawn", ylabel="perplexity above exact's (%), same seed")
+    axes.legend()
+    figure.savefig(output, dpi=150)
+
+
 def _setting(record: dict[str, Any]) -> tuple[Any, ...]:
     return (*(record["run"].get(key) for key in ("lr", "seed", "steps")), record["commit"])
 
 
 def main() -> None:
     folder, output = Path(sys.argv[1]), Path(sys.argv[2])
-    records, trained = (
+    records, trained, drawn = (
         [json.loads(line) for line in (folder / name).read_text().splitlines()]
-        for name in ("quality_prototypes.jsonl", "quality.jsonl")
+        for name in ("quality_prototypes.jsonl", "quality.jsonl", "quality_directions.jsonl")
     )
     prototypes(records, trained, output / "quality-prototypes.png")
     switches(trained, output / "quality-switches.png")
+    directions(drawn, output / "quality-directions.png")
+    runs = [(record, json.dumps(record["run"])) for record in drawn]
+    plain = [r for r, run in runs if not re.search("directions|mlp|seed", run)]
+    switches(plain, output / "quality-switches-sampled.png")
 
 
 if __name__ == "__main__":
