@@ -228,9 +228,9 @@ def seek(model: nn.Module, step: int) -> None:
 def carried(model: nn.Module) -> dict[str, Tensor]:
     """The tensors that groups carry from step to step: the very ones, to be saved.
 
-    ``"subspace"`` and ``"sampled"`` carry directions, if there are any. They are not in the state_dict,
-    whose keys stay those of the exact model. ``PammCallback`` saves them beside each checkpoint;
-    :func:`restore_carried` gives them back.
+    ``"subspace"`` and ``"sampled"`` carry directions, if there are any. They are not in the
+    state_dict, whose keys stay those of the exact model. ``PammCallback`` saves them beside each
+    checkpoint; :func:`restore_carried` gives them back.
 
     Example:
         >>> model = nn.ModuleDict({name: nn.Linear(8, 8) for name in ("query", "key", "value")})
