@@ -98,7 +98,7 @@ def test_what_lies_in_the_directions_has_no_noise() -> None:
 
 
 def test_directions_turn_to_where_x_is_and_the_noise_falls() -> None:
-    spread = torch.logspace(0, -2, 32)
+    spread = torch.logspace(-2, 0, 32)  # not in the first features, where directions begin
     x, g = torch.randn(600, 32) * spread, torch.randn(600, 5)
     errors = {}
     for most in (0, 8):

@@ -230,40 +230,23 @@ def _(carried: Tensor, passes: Tensor, x: Tensor, every: int) -> None:
 
 
 @_op(
-    "sample(Tensor x, Tensor g, SymInt c, Tensor offset, Tensor? z, Tensor? basis, Tensor? inner, "
-    "str backend) -> (Tensor, Tensor)"
+    "sample(Tensor x, Tensor g, SymInt c, Tensor offset, Tensor[] whole, str backend) "
+    "-> (Tensor, Tensor)"
 )
 def _sample(
-    x: Tensor,
-    g: Tensor,
-    c: int,
-    offset: Tensor,
-    z: Tensor | None,
-    basis: Tensor | None,
-    inner: Tensor | None,
-    backend: str,
+    x: Tensor, g: Tensor, c: int, offset: Tensor, whole: list[Tensor], backend: str
 ) -> tuple[Tensor, Tensor]:
     twin: Any = sampling
     if _use_triton(g, backend):
         from pamm.kernels import sample as twin
-    whole = None
-    if z is not None and basis is not None and inner is not None:
-        whole = sampling.Whole(z, basis, inner)
-    return twin.rows(x, g, *twin.draw(g, c, offset), whole)
+    return twin.rows(x, g, *twin.draw(g, c, offset), sampling.Whole(*whole) if whole else None)
 
 
 @_fake("sample")
 def _(
-    x: Tensor,
-    g: Tensor,
-    c: int,
-    offset: Tensor,
-    z: Tensor | None,
-    basis: Tensor | None,
-    inner: Tensor | None,
-    backend: str,
+    x: Tensor, g: Tensor, c: int, offset: Tensor, whole: list[Tensor], backend: str
 ) -> tuple[Tensor, Tensor]:
-    rows = c + (0 if z is None else z.shape[1])
+    rows = c + (whole[0].shape[1] if whole else 0)
     return sampling.aligned(g, rows, x.shape[1]), sampling.aligned(g, rows, g.shape[1])
 
 
@@ -277,7 +260,7 @@ def sample(
 ) -> tuple[Tensor, Tensor]:
     """``sampling.rows`` of X (tokens, n) and G (tokens, m), for c tokens that ``sampling.draw``
     drew."""
-    return _sample(x, g, c, offset, *(whole or (None, None, None)), backend)
+    return _sample(x, g, c, offset, list(whole or ()), backend)
 
 
 def no_autocast(tensor: Tensor) -> AbstractContextManager[object]:
