@@ -105,7 +105,7 @@ def step_times(records: list[dict[str, Any]], shape: str) -> dict[Kind, float]:
     times = {}
     for record in ours:
         arm, commit = record["arm"], record["commit"]
-        if arm.partition(":")[0] in METHODS and commit in exact and not arm.endswith("+mlp"):
+        if arm.partition(":")[0] in METHODS and commit in exact and "+" not in arm:
             times[kind(arm_config(arm))] = 100 * record["total_ms"] / exact[commit]
     return times
 

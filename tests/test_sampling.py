@@ -25,7 +25,8 @@ def sampled(
 ) -> Tensor:
     x, g = x.to(DEVICE), g.to(DEVICE)
     whole = sampling.whole(x, directions(x.shape[1], k).to(x), g) if k else None
-    x_rows, g_rows = ops.sample(x, g, c, offset.double().to(DEVICE), whole, backend)
+    size, offset = sampling.sizes(g), offset.double().to(DEVICE)
+    x_rows, g_rows = ops.sample(x, g, size, c, offset, whole, backend)
     return g_rows.T @ x_rows
 
 
@@ -153,15 +154,15 @@ def test_the_draw_equals_its_twin(dtype: torch.dtype, tokens: int, m: int, c: in
     g[:, 0] = 2.0 ** torch.randint(-6, 3, (tokens,), device=DEVICE)
     g[::5] = 0
     g = g.to(dtype)[:, : m - 1]  # not contiguous
-    size = kernel.sizes(g)
+    size = sampling.sizes(g)
     for offset in (0.0, 0.37, 0.999):
         at = torch.tensor([offset], dtype=torch.float64, device=DEVICE)
-        index, weight = kernel.select(size, c, at)
-        expected = sampling.draw(g, c, at)
+        index, weight = kernel.draw(size, c, at)
+        expected = sampling.draw(size, c, at)
         assert (index == expected[0]).float().mean() > 0.999  # the mean may be off in a last bit
         torch.testing.assert_close(weight, expected[1], rtol=1e-4, atol=0)
         assert (index.diff() >= 0).all()
-    again = kernel.select(size, c, at)
+    again = kernel.draw(size, c, at)
     assert torch.equal(index, again[0])
     assert torch.equal(weight, again[1])
 

@@ -43,7 +43,8 @@ def _op(schema: str, *tags: torch.Tag) -> Callable[[Callable[..., Any]], Callabl
     name = schema.partition("(")[0]
 
     def register(kernel: Callable[..., Any]) -> Callable[..., Any]:
-        _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
+        own = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
+        _LIBRARY.define(schema, tags=(*own, *tags))
         _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
         op = getattr(torch.ops.pamm, name).default
 
@@ -230,21 +231,33 @@ def _(carried: Tensor, passes: Tensor, x: Tensor, every: int) -> None:
 
 
 @_op(
-    "sample(Tensor x, Tensor g, SymInt c, Tensor offset, Tensor[] whole, str backend) "
+    "sample(Tensor x, Tensor g, Tensor size, SymInt c, Tensor offset, Tensor[] whole, str backend) "
     "-> (Tensor, Tensor)"
 )
 def _sample(
-    x: Tensor, g: Tensor, c: int, offset: Tensor, whole: list[Tensor], backend: str
+    x: Tensor,
+    g: Tensor,
+    size: Tensor,
+    c: int,
+    offset: Tensor,
+    whole: list[Tensor],
+    backend: str,
 ) -> tuple[Tensor, Tensor]:
     twin: Any = sampling
     if _use_triton(g, backend):
         from pamm.kernels import sample as twin
-    return twin.rows(x, g, *twin.draw(g, c, offset), sampling.Whole(*whole) if whole else None)
+    return twin.rows(x, g, *twin.draw(size, c, offset), sampling.Whole(*whole) if whole else None)
 
 
 @_fake("sample")
 def _(
-    x: Tensor, g: Tensor, c: int, offset: Tensor, whole: list[Tensor], backend: str
+    x: Tensor,
+    g: Tensor,
+    size: Tensor,
+    c: int,
+    offset: Tensor,
+    whole: list[Tensor],
+    backend: str,
 ) -> tuple[Tensor, Tensor]:
     rows = c + (whole[0].shape[1] if whole else 0)
     return sampling.aligned(g, rows, x.shape[1]), sampling.aligned(g, rows, g.shape[1])
@@ -253,14 +266,15 @@ def _(
 def sample(
     x: Tensor,
     g: Tensor,
+    size: Tensor,
     c: int,
     offset: Tensor,
     whole: sampling.Whole | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """``sampling.rows`` of X (tokens, n) and G (tokens, m), for c tokens that ``sampling.draw``
-    drew."""
-    return _sample(x, g, c, offset, list(whole or ()), backend)
+    drew by their sizes."""
+    return _sample(x, g, size, c, offset, list(whole or ()), backend)
 
 
 def no_autocast(tensor: Tensor) -> AbstractContextManager[object]:

@@ -38,11 +38,15 @@ UNIT = 1 << 24
 _ALIGNMENT = 16
 
 
+def sizes(g: Float[Tensor, "tokens m"]) -> Float[Tensor, " tokens"]:
+    """||g_i||, in fp32 (fp64 for fp64)."""
+    return torch.linalg.vector_norm(g, dim=1, dtype=accumulation_dtype(g.dtype))
+
+
 def draw(
-    g: Float[Tensor, "tokens m"], c: int, offset: Float[Tensor, " 1"]
+    size: Float[Tensor, " tokens"], c: int, offset: Float[Tensor, " 1"]
 ) -> tuple[Int64[Tensor, " c"], Float[Tensor, " c"]]:
-    """c tokens of those with gradients ``g``, and their weights; ``offset`` in [0, 1) is random."""
-    size = torch.linalg.vector_norm(g, dim=1, dtype=accumulation_dtype(g.dtype))
+    """c tokens of those of these sizes, and their weights; ``offset`` in [0, 1) is random."""
     return drawn(shares(size, c), c, offset)
 
 

@@ -167,7 +167,16 @@ def test_a_report_compares_arms_of_one_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "names",
-    [(), ("fast",), ("exact", "recompute:1/8"), ("subspace:",), ("pamm+mlp",), ("subspace:1/8:4",)],
+    [
+        (),
+        ("fast",),
+        ("exact", "recompute:1/8"),
+        ("subspace:",),
+        ("pamm+mlp",),
+        ("paper+exact",),
+        ("exact+exact+exact",),
+        ("subspace:1/8:4",),
+    ],
 )
 def test_an_unknown_arm_is_refused(names: tuple[str, ...]) -> None:
     with pytest.raises(PammError, match="choose from exact"):
@@ -184,12 +193,15 @@ def test_other_methods_have_ratios_of_their_own() -> None:
 
 def test_an_arm_of_a_model_may_have_directions_and_convert_gate_and_up() -> None:
     model = build(SIZES["tiny"], CPU, torch.float32)
-    names = ("recompute+mlp", "sampled:1/4", "sampled:1/4:16+mlp")
+    names = ("recompute+recompute", "sampled:1/4", "exact+sampled:1/4:16", "recompute+pamm")
     arms = make_arms(model, CONFIG, names)
-    assert len(recomputed_groups(arms["recompute+mlp"])) == 4  # two layers
+    recomputed = [len(recomputed_groups(arm)) for arm in arms.values()]
+    assert recomputed == [4, 2, 2, 2]  # two layers
     configs = [[group.method.config for group in groups(arm)] for arm in arms.values()]  # type: ignore[attr-defined]
     assert configs == [
         [],
         2 * [PammConfig("sampled", 1 / 4, seed=CONFIG.seed)],
-        4 * [PammConfig("sampled", 1 / 4, directions=16, seed=CONFIG.seed)],
+        2 * [PammConfig("sampled", 1 / 4, directions=16, seed=CONFIG.seed)],
+        2 * [CONFIG],
     ]
+    assert all("mlp" in name for name in recomputed_groups(arms["exact+sampled:1/4:16"]))

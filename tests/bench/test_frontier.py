@@ -59,7 +59,7 @@ def test_a_step_is_timed_against_exact_of_the_same_run() -> None:
         record("paper", 250.0, "new"),
         record("sampled:1/4", 170.0, "new"),
         record("sampled:1/4:64", 160.0, "new"),
-        record("sampled:1/4:64+mlp", 150.0, "new"),
+        record("sampled:1/4:64+recompute", 150.0, "new"),
         record("recompute", 210.0, "alone"),
         record("pamm:1/256", 50.0, "new", compiled=False),
     ]

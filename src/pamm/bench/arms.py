@@ -16,15 +16,14 @@ ARMS = ("exact", "pamm", "paper", "subspace", "recompute", "sampled", "uniform_c
 """Exact training, PAMM as this library runs it, PAMM in the paper's operations, other methods.
 
 ``subspace:1/8`` is one with a ratio of its own; without, it has the method's (PAMM the given one).
-``sampled:1/3:64`` has 64 directions, and ``sampled:1/3:64+mlp`` converts gate and up as well.
+``sampled:1/3:64`` has 64 directions. ``recompute+sampled:1/4:64`` has the one for q, k and v, the
+other for gate and up.
 """
-_ARM = re.compile(r"(?P<method>\w+)(:(?P<ratio>[\d./]+))?(:(?P<directions>\d+))?(?P<mlp>\+mlp)?")
-_ALLOWED = {
-    "ratio": set(ARMS) - {"exact", "paper", "recompute"},
-    "directions": {"sampled"},
-    "mlp": set(ARMS) - {"exact", "pamm", "paper"},
-}
+_ARM = re.compile(r"(?P<method>\w+)(:(?P<ratio>[\d./]+))?(:(?P<directions>\d+))?")
+_ALLOWED = {"ratio": set(ARMS) - {"exact", "paper", "recompute"}, "directions": {"sampled"}}
 """For each part of a name, the methods that may have it."""
+_BARE = ("pamm", "paper")
+"""Those that are PAMM with the ratio of all arms."""
 
 
 def make_arms(model: nn.Module, config: PammConfig, names: tuple[str, ...]) -> dict[str, nn.Module]:
@@ -35,12 +34,10 @@ def make_arms(model: nn.Module, config: PammConfig, names: tuple[str, ...]) -> d
     for name in names:
         shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
         arm = copy.deepcopy(model, shared)
-        if name in ("pamm", "paper"):
-            convert(arm, config)
-        elif name != "exact":
-            own = dataclasses.replace(arm_config(name), seed=config.seed)
-            for target in ("attention", "mlp") if _settings(name)["mlp"] else ("attention",):
-                convert(arm, own, targets=target)
+        for part, target in zip(name.split("+"), ("attention", "mlp"), strict=False):
+            if part != "exact":
+                own = config if part in _BARE else arm_config(part)
+                convert(arm, dataclasses.replace(own, seed=config.seed), targets=target)
         if name == "paper":
             without_sharing(arm, config)
         arms[name] = arm
@@ -48,7 +45,7 @@ def make_arms(model: nn.Module, config: PammConfig, names: tuple[str, ...]) -> d
 
 
 def arm_config(name: str) -> PammConfig:
-    """What an arm with settings of its own is converted with."""
+    """What the layers of a setting (``sampled:1/3:64``) are converted with."""
     settings = _settings(name)
     directions = settings["directions"] and int(settings["directions"])
     return PammConfig(settings["method"], settings["ratio"], directions=directions)
@@ -56,12 +53,19 @@ def arm_config(name: str) -> PammConfig:
 
 def place(name: str) -> int:
     """Where an arm stands among ``ARMS``; behind them all if it is none."""
+    first, *more = name.split("+")
+    known = len(more) <= 1 and all(_is_setting(part) for part in (first, *more))
+    if not known or ("paper" in name and more):
+        return len(ARMS)
+    return ARMS.index(_settings(first)["method"])
+
+
+def _is_setting(name: str) -> bool:
     settings = _settings(name)
     kind = settings["method"]
-    known = kind in ARMS and all(
+    return kind in ARMS and all(
         kind in kinds for setting, kinds in _ALLOWED.items() if settings[setting]
     )
-    return ARMS.index(kind) if known else len(ARMS)
 
 
 def _settings(name: str) -> dict[str, Any]:

@@ -43,9 +43,10 @@ class Sampled(Carrying):
         with ops.no_autocast(grad):
             if c >= len(grad):
                 return grad.T @ x.to(grad.dtype)
-            # Not in the op: its z is the same for q, k and v, and torch.compile keeps one.
+            # Not in the op: torch.compile has one z for q, k and v, and takes sizes as it makes G.
             whole = sampling.whole(x, basis[0], grad) if basis else None
-            x_rows, g_rows = ops.sample(x, grad, c, offset, whole, self.config.backend)
+            size = sampling.sizes(grad)
+            x_rows, g_rows = ops.sample(x, grad, size, c, offset, whole, self.config.backend)
             return g_rows.T @ x_rows
 
     def state_bytes(self, tokens: int, in_features: int, dtype: torch.dtype) -> int:

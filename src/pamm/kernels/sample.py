@@ -1,8 +1,8 @@
-"""Triton twin of ``sampling.draw`` and ``sampling.rows``: three launches, four with directions.
+"""Triton twin of ``sampling.draw`` and ``sampling.rows``: two launches, three with directions.
 
-The first takes the sizes of the tokens' gradients. The second looks for tau, walks along the shares
-and writes down the tokens that a step falls on. The third takes their rows; with directions, only
-those of G, and the fourth takes those of X, less what lies in the directions.
+The first looks for tau, walks along the shares and writes down the tokens that a step falls on. The
+second takes their rows; with directions, only those of G, and the third takes those of X, less what
+lies in the directions.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false
@@ -23,26 +23,8 @@ _REST_ROWS = 64
 _REST_COLUMNS = 128
 
 
-@triton.jit(do_not_specialize=["tokens"])
-def _size_kernel(
-    g_ptr, size_ptr, tokens, m, stride_row, stride_col,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """||g_i|| of some tokens."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    present = row < tokens
-    square = tl.zeros((ROWS, BLOCK), tl.float32)
-    for start in range(0, m, BLOCK):
-        column = start + tl.arange(0, BLOCK).to(tl.int64)
-        at = g_ptr + row[:, None] * stride_row + column[None, :] * stride_col
-        mask = present[:, None] & (column < m)[None, :]
-        value = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-        square += value * value
-    tl.store(size_ptr + row, tl.sqrt_rn(tl.sum(square, 1)), mask=present)
-
-
 @triton.jit(do_not_specialize=["tokens", "c"])
-def _select_kernel(
+def _draw_kernel(
     size_ptr, offset_ptr, index_ptr, weight_ptr, tokens, c,
     ROUNDS: tl.constexpr, FLOOR: tl.constexpr, TINY: tl.constexpr, UNIT: tl.constexpr,
     BLOCK: tl.constexpr, OWN: tl.constexpr,
@@ -179,27 +161,12 @@ def _rest_kernel(
         tl.store(at, rest.to(x_rows_ptr.dtype.element_ty), mask=mask)
 
 
-def draw(g: Tensor, c: int, offset: Tensor) -> tuple[Tensor, Tensor]:
-    """The twin of ``sampling.draw``, for fp32, bf16 and fp16."""
-    return select(sizes(g), c, offset)
-
-
-def sizes(g: Tensor) -> Tensor:
-    """||g_i|| of every token."""
-    tokens, m = g.shape
-    size = torch.empty(tokens, dtype=torch.float32, device=g.device)
-    _size_kernel[(ceil_div(tokens, _ROWS),)](
-        g, size, tokens, m, g.stride(0), g.stride(1), ROWS=_ROWS, BLOCK=_COLUMNS
-    )
-    return size
-
-
-def select(size: Tensor, c: int, offset: Tensor) -> tuple[Tensor, Tensor]:
-    """The twin of ``sampling.drawn`` from ``sampling.shares``."""
+def draw(size: Tensor, c: int, offset: Tensor) -> tuple[Tensor, Tensor]:
+    """The twin of ``sampling.draw``, for fp32."""
     tokens = len(size)
     index = torch.empty(c, dtype=torch.int64, device=size.device)
     weight = torch.empty(c, dtype=torch.float32, device=size.device)
-    _select_kernel[(ceil_div(tokens, _OWN),)](
+    _draw_kernel[(ceil_div(tokens, _OWN),)](
         size, offset, index, weight, tokens, c,
         ROUNDS=ROUNDS, FLOOR=FLOOR, TINY=TINY, UNIT=UNIT, BLOCK=_TOKENS, OWN=_OWN,
         num_warps=32, enable_fp_fusion=False,
