@@ -27,7 +27,7 @@ SHAPES = {
     "1B fused": (16_384, 2048, 6144),
     "7B": (16_384, 4096, 4096),
     "350M gate": (32_768, 1024, 2736),
-    "1B gate": (16_384, 2048, 5472),  # 5461 in the paper; a compiler lays it in aligned rows
+    "1B gate": (16_384, 2048, 5504),  # 5461 in the paper, which a compiler lays in such rows
     "7B gate": (16_384, 4096, 11_008),
 }
 RATIOS = (Fraction(1, 2), Fraction(1, 3), Fraction(1, 4), Fraction(1, 8))

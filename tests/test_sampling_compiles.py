@@ -16,7 +16,7 @@ from pamm.kernels import sample
 
 dtype, k = sys.argv[1], int(sys.argv[2])
 constants = {
-    "ROWS": 64, "BLOCK": 128, "BLOCK_K": 64 if k > 16 else 16,
+    "ROWS": 64, "BLOCK": 128, "BLOCK_K": 64 if k > 16 else 16, "TAIL": 64,
     "OPERAND": {"bf16": tl.bfloat16, "fp16": tl.float16, "fp32": tl.float32}[dtype],
     "PRECISION": "ieee" if dtype == "fp32" else "tf32",
 } | ({"k": 1} if k == 1 else {})

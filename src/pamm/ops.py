@@ -260,7 +260,8 @@ def _(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     rows = c + (whole[0].shape[1] if whole else 0)
-    return sampling.aligned(g, rows, x.shape[1]), sampling.aligned(g, rows, g.shape[1])
+    n, m = x.shape[1], g.shape[1]
+    return g.new_empty(rows, sampling.padded(n)), g.new_empty(rows, sampling.padded(m))
 
 
 def sample(

@@ -24,6 +24,7 @@ import math
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor
 
@@ -35,7 +36,7 @@ FLOOR = 1e-2
 TINY = 1e-30
 UNIT = 1 << 24
 """Shares are added up in whole numbers of 1 / UNIT: without rounding, so in any order."""
-_ALIGNMENT = 16
+_ALIGNMENT = 64
 
 
 def sizes(g: Float[Tensor, "tokens m"]) -> Float[Tensor, " tokens"]:
@@ -118,23 +119,28 @@ def rows(
     index: Int64[Tensor, " c"],
     weight: Float[Tensor, " c"],
     whole: Whole | None = None,
-) -> tuple[Float[Tensor, "rows n"], Float[Tensor, "rows m"]]:
+) -> tuple[Float[Tensor, "rows padded_n"], Float[Tensor, "rows padded_m"]]:
     """What stands for X and for G, in G's dtype: G_c.T @ X_c is about G.T @ X.
 
     The c drawn rows, times the weights on X's side, whose rows do not overflow; and behind them
-    those of ``whole``, less which the rows of X are.
+    those of ``whole``, less which the rows of X are. Both have ``padded`` columns, of which those
+    past n and m are zero.
     """
-    count = len(index) + (0 if whole is None else whole.basis.shape[1])
-    x_rows, g_rows = aligned(g, count, x.shape[1]), aligned(g, count, g.shape[1])
-    rest, drawn = x[index], slice(0, len(index))
+    rest, g_rows = x[index], g[index]
     if whole is not None:
-        wide, after = accumulation_dtype(x.dtype), slice(len(index), None)
+        wide = accumulation_dtype(x.dtype)
         rest = rest.to(wide) - whole.z[index].to(wide) @ whole.basis.to(wide).T
-        x_rows[after], g_rows[after] = whole.basis.T, whole.inner
-    x_rows[drawn], g_rows[drawn] = rest * weight[:, None], g[index]
-    return x_rows, g_rows
+    x_rows = (rest * weight[:, None]).to(g.dtype)
+    if whole is not None:
+        x_rows = torch.cat((x_rows, whole.basis.T.to(g.dtype)))
+        g_rows = torch.cat((g_rows, whole.inner))
+    return _pad(x_rows), _pad(g_rows)
 
 
-def aligned(like: Tensor, rows: int, columns: int) -> Tensor:
-    """An empty matrix whose rows begin at multiples of 32 bytes: products are slow of others."""
-    return like.new_empty(rows, -(-columns // _ALIGNMENT) * _ALIGNMENT)[:, :columns]
+def padded(columns: int) -> int:
+    """So many or a few more, a multiple of 128 bytes in 16 bits: products are slow of others."""
+    return -(-columns // _ALIGNMENT) * _ALIGNMENT
+
+
+def _pad(rows: Tensor) -> Tensor:
+    return F.pad(rows, (0, padded(rows.shape[1]) - rows.shape[1]))

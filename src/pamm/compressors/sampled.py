@@ -47,7 +47,7 @@ class Sampled(Carrying):
             whole = sampling.whole(x, basis[0], grad) if basis else None
             size = sampling.sizes(grad)
             x_rows, g_rows = ops.sample(x, grad, size, c, offset, whole, self.config.backend)
-            return g_rows.T @ x_rows
+            return (g_rows.T @ x_rows)[: grad.shape[1], : x.shape[1]]
 
     def state_bytes(self, tokens: int, in_features: int, dtype: torch.dtype) -> int:
         """The number and P: X itself is made again in backward."""

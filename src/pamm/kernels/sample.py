@@ -13,12 +13,13 @@ import triton.language as tl
 from torch import Tensor
 
 from pamm.kernels.tiles import ceil_div, operand, power_of_2, precision
-from pamm.sampling import FLOOR, ROUNDS, TINY, UNIT, Whole, aligned
+from pamm.sampling import FLOOR, ROUNDS, TINY, UNIT, Whole, padded
 
 _ROWS = 4
 _COLUMNS = 512
 _TOKENS = 8192  # that a program sees at a time
 _OWN = 2048  # of which it writes down the draws
+_EVEN = 16  # of such multiples the compiler knows
 _REST_ROWS = 64
 _REST_COLUMNS = 128
 
@@ -92,33 +93,42 @@ def _draws(along, all_units, draws_a_unit, offset, c):
 
 @triton.jit(do_not_specialize=["c"])
 def _rows_kernel(
-    x_ptr, g_ptr, index_ptr, weight_ptr, x_rows_ptr, g_rows_ptr, c, n, m,
-    x_row, x_col, g_row, g_col, x_pitch, g_pitch, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, g_ptr, index_ptr, weight_ptr, x_rows_ptr, g_rows_ptr, c, n, n_even, m, m_even,
+    x_row, x_col, g_row, g_col, x_pitch, g_pitch,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     """Some of the drawn rows, with n columns of X and m of G."""
     slot = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    present = slot < c
-    token = tl.load(index_ptr + slot, mask=present, other=0)
-    weight = tl.load(weight_ptr + slot, mask=present, other=0.0)
-    for start in range(0, n, BLOCK):
-        column = start + tl.arange(0, BLOCK).to(tl.int64)
-        mask = present[:, None] & (column < n)[None, :]
-        at = x_ptr + token[:, None] * x_row + column[None, :] * x_col
-        value = tl.load(at, mask=mask, other=0.0).to(tl.float32) * weight[:, None]
-        at = x_rows_ptr + slot[:, None] * x_pitch + column[None, :]
-        tl.store(at, value.to(x_rows_ptr.dtype.element_ty), mask=mask)
-    for start in range(0, m, BLOCK):
-        column = start + tl.arange(0, BLOCK).to(tl.int64)
-        mask = present[:, None] & (column < m)[None, :]
-        at = g_ptr + token[:, None] * g_row + column[None, :] * g_col
-        value = tl.load(at, mask=mask, other=0.0)
-        tl.store(g_rows_ptr + slot[:, None] * g_pitch + column[None, :], value, mask=mask)
+    present = (slot < c)[:, None]
+    token = tl.load(index_ptr + slot, mask=slot < c, other=0)[:, None]
+    weight = tl.load(weight_ptr + slot, mask=slot < c, other=0.0)[:, None]
+    x_at, x_to = x_ptr + token * x_row, x_rows_ptr + slot[:, None] * x_pitch
+    for start in range(0, n_even, BLOCK):
+        _copy(x_at, x_to, start, BLOCK, present, n_even, n_even, x_col, weight)
+    if n > 0:
+        _copy(x_at, x_to, n_even, TAIL, present, n, x_pitch, x_col, weight)
+    g_at, g_to = g_ptr + token * g_row, g_rows_ptr + slot[:, None] * g_pitch
+    for start in range(0, m_even, BLOCK):
+        _copy(g_at, g_to, start, BLOCK, present, m_even, m_even, g_col, None)
+    _copy(g_at, g_to, m_even, TAIL, present, m, g_pitch, g_col, None)
+
+
+@triton.jit
+def _copy(at, to, start, BLOCK: tl.constexpr, present, end, to_end, stride, weight):
+    """Columns from ``start``, times the weight if there is one; zeros from ``end`` to ``to_end``.
+
+    Where both ends are known multiples of 16 the compiler moves 16 bytes at a time."""
+    column = (start + tl.arange(0, BLOCK).to(tl.int64))[None, :]
+    value = tl.load(at + column * stride, mask=present & (column < end), other=0.0)
+    if weight is not None:
+        value = value.to(tl.float32) * weight
+    tl.store(to + column, value.to(to.dtype.element_ty), mask=present & (column < to_end))
 
 
 @triton.jit(do_not_specialize=["c"])
 def _rest_kernel(
     x_ptr, z_ptr, basis_ptr, inner_ptr, index_ptr, weight_ptr, x_rows_ptr, g_rows_ptr,
-    c, n, m, k, x_row, x_col, x_pitch, g_pitch,
+    c, n, m, k, x_row, x_col, inner_row, x_pitch, g_pitch,
     PRECISION: tl.constexpr, OPERAND: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -128,14 +138,15 @@ def _rest_kernel(
     lane = tl.arange(0, ROWS).to(tl.int64)
     if tl.program_id(0) < first:
         j = tl.program_id(0) * ROWS + lane
-        mask = (j < k)[:, None] & (column < n)[None, :]
-        value = tl.load(basis_ptr + column[None, :] * k + j[:, None], mask=mask, other=0.0)
-        at = x_rows_ptr + (c + j[:, None]) * x_pitch + column[None, :]
-        tl.store(at, value.to(x_rows_ptr.dtype.element_ty), mask=mask)
-        mask = (j < k)[:, None] & (column < m)[None, :]
-        value = tl.load(inner_ptr + j[:, None] * m + column[None, :], mask=mask, other=0.0)
-        tl.store(g_rows_ptr + (c + j[:, None]) * g_pitch + column[None, :], value, mask=mask)
-    elif tl.program_id(1) * BLOCK < n:
+        present, row = (j < k)[:, None], c + j[:, None]
+        at, to = basis_ptr + column[None, :] * k + j[:, None], x_rows_ptr + row * x_pitch
+        value = tl.load(at, mask=present & (column < n)[None, :], other=0.0)
+        mask = present & (column < x_pitch)[None, :]
+        tl.store(to + column[None, :], value.to(x_rows_ptr.dtype.element_ty), mask=mask)
+        at, to = inner_ptr + j[:, None] * inner_row, g_rows_ptr + row * g_pitch
+        value = tl.load(at + column[None, :], mask=present & (column < m)[None, :], other=0.0)
+        tl.store(to + column[None, :], value, mask=present & (column < g_pitch)[None, :])
+    elif tl.program_id(1) * BLOCK < x_pitch:
         slot = (tl.program_id(0) - first) * ROWS + lane
         present, inside = slot < c, column < n
         token = tl.load(index_ptr + slot, mask=present, other=0)
@@ -158,6 +169,7 @@ def _rest_kernel(
         rest = tl.load(at, mask=mask, other=0.0).to(tl.float32) - known
         rest *= tl.load(weight_ptr + slot, mask=present, other=0.0)[:, None]
         at = x_rows_ptr + slot[:, None] * x_pitch + column[None, :]
+        mask = present[:, None] & (column < x_pitch)[None, :]
         tl.store(at, rest.to(x_rows_ptr.dtype.element_ty), mask=mask)
 
 
@@ -180,17 +192,21 @@ def rows(
     """The twin of ``sampling.rows``."""
     (c,), n, m = index.shape, x.shape[1], g.shape[1]
     k = 0 if whole is None else whole.basis.shape[1]
-    x_rows, g_rows = aligned(g, c + k, n), aligned(g, c + k, m)
+    x_rows, g_rows = g.new_empty(c + k, padded(n)), g.new_empty(c + k, padded(m))
+    x_columns = 0 if k else n
     _rows_kernel[(ceil_div(c, _ROWS),)](
-        x, g, index, weight, x_rows, g_rows, c, 0 if k else n, m,
-        *x.stride(), *g.stride(), x_rows.stride(0), g_rows.stride(0), ROWS=_ROWS, BLOCK=_COLUMNS,
+        x, g, index, weight, x_rows, g_rows, c,
+        x_columns, x_columns // _EVEN * _EVEN, m, m // _EVEN * _EVEN,
+        *x.stride(), *g.stride(), x_rows.stride(0), g_rows.stride(0),
+        ROWS=_ROWS, BLOCK=_COLUMNS, TAIL=padded(1),
     )  # fmt: skip
     if whole is not None:
-        z, basis, inner = (each.contiguous() for each in whole)
+        z, basis = whole.z.contiguous(), whole.basis.contiguous()
+        inner = whole.inner if whole.inner.stride(1) == 1 else whole.inner.contiguous()
         programs = ceil_div(k, _REST_ROWS) + ceil_div(c, _REST_ROWS)
-        _rest_kernel[(programs, ceil_div(max(n, m), _REST_COLUMNS))](
+        _rest_kernel[(programs, ceil_div(max(padded(n), padded(m)), _REST_COLUMNS))](
             x, z, basis, inner, index, weight, x_rows, g_rows, c, n, m, k,
-            *x.stride(), x_rows.stride(0), g_rows.stride(0),
+            *x.stride(), inner.stride(0), x_rows.stride(0), g_rows.stride(0),
             PRECISION=precision(x.dtype), OPERAND=operand(x.dtype),
             ROWS=_REST_ROWS, BLOCK=_REST_COLUMNS, BLOCK_K=min(64, max(16, power_of_2(k))),
         )  # fmt: skip
