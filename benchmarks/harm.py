@@ -37,8 +37,8 @@ from quality import DEVICE, Data, batch, build, train
 
 RUN = {"lr": 0.0015, "steps": 333}
 SEQUENCES = 128
-BATCHES = 16
-WARM = 10  # passes in which a subspace learns its directions
+BATCHES = 8
+WARM = 8  # passes in which a subspace learns its directions
 NAMES = ("q_proj", "k_proj", "v_proj")
 NUMBERS = ("relative error", "1 - cosine", "lost", "noise", "update lost")
 
