@@ -91,7 +91,7 @@ def directions(trained: list[dict[str, Any]], output: Path) -> None:
         shares = sorted({share for share, _ in found})
         means = [statistics.mean(y for x, y in found if x == share) for share in shares]
         label = f"{target}, {count or 'no'} directions"
-        style = {0: "s:", 16: "^:", 64: "o-"}[count]
+        style = {0: "s:", 16: "^:", 64: "o-", 128: "D--"}[count]
         axes.plot(shares, means, style, color=colour, mfc=colour if count else "white", label=label)
         axes.plot(*zip(*found, strict=True), ".", color=colour, ms=4)
     axes.set_xscale("log", base=2)

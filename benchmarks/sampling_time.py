@@ -58,11 +58,11 @@ def parts(x: Tensor, g: Tensor, k: int, ratio: Fraction) -> list[float]:
     basis = torch.linalg.qr(torch.randn(x.shape[1], k, device=x.device))[0]
     basis = (basis * sampling.unit(x.shape[1])).to(x.dtype)
     whole = sampling.whole(x, basis, g) if k else None
-    index, weight = sample.draw(g, c, offset)
+    index, weight = sample.draw(sampling.sizes(g), c, offset)
     x_rows, g_rows = sample.rows(x, g, index, weight, whole)
     times = [
         microseconds(lambda: sampling.whole(x, basis, g)) if k else 0.0,
-        microseconds(lambda: sample.draw(g, c, offset)),
+        microseconds(lambda: sample.draw(sampling.sizes(g), c, offset)),
         microseconds(lambda: sample.rows(x, g, index, weight, whole)),
         microseconds(lambda: g_rows.T @ x_rows),
     ]
