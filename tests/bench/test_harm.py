@@ -1,5 +1,6 @@
 """benchmarks/harm.py: its numbers tell what is lost from what is merely noisy."""
 
+import dataclasses
 import runpy
 from pathlib import Path
 
@@ -56,3 +57,29 @@ def test_every_number_is_set_against_what_the_study_cost(monkeypatch: pytest.Mon
     for x, y in drawn:
         assert x == [0.5, 0.5]
         assert y == pytest.approx([45.4, 26.0], abs=0.1)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_as_many_batches_are_measured_as_it_says(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """And no others, of however much text there is."""
+    pytest.importorskip("transformers")
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    harm = runpy.run_path(str(SCRIPT))["measure"].__globals__
+    text = torch.zeros(257 * 40, dtype=torch.int16)
+    for name in ("train", "validation"):
+        torch.save(text, tmp_path / f"{name}.pt")
+    taken: list[int] = []
+    monkeypatch.setitem(harm, "train", lambda run, data: ({"perplexity": 1.0}, harm["build"](
+        harm["SIZES"]["tiny"], data.vocabulary, 0
+    )))  # fmt: skip
+    monkeypatch.setitem(
+        harm, "gradients", lambda model, data, rows: taken.append(len(rows)) or torch.ones(3)
+    )
+    folder = ROOT / "benchmarks/results/h200/studies/60m"
+    study = harm["Study"].load(folder / "study.yaml")
+    cells = {name: study.cells[name] for name in ("exact", "pamm 1/512")}
+    study = dataclasses.replace(study, cells=cells)
+    harm["measure"](study, harm["Data"](tmp_path), tmp_path / "harm.jsonl", "tiny", 1)
+    assert taken == [1] * (harm["BATCHES"] + harm["WARM"] + harm["BATCHES"])
