@@ -6,7 +6,8 @@ keep nothing at all. In backward the first of them that runs computes X again, o
 what the module's own backward needs; the others find it there.
 
 Gradients are those of exact training, bit for bit. Under torch.compile the module is checkpointed
-in the graph, and the compiler computes X again for its readers by itself.
+in the graph, and the compiler computes X again for its readers by itself, from one number a token
+that it keeps as exact training does: 1 / the norm, so that no sum is taken again.
 """
 
 import functools
@@ -17,7 +18,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from pamm.functional import cast_like_autocast
 from pamm.swap import Swapped, restore, swap
@@ -152,6 +157,15 @@ def _unpack(packed: "Packed | _Kept") -> Tensor:
     return recomputation.saved(number)
 
 
+def _policy(_: Any, op: Any, *args: Any, **__: Any) -> CheckpointPolicy:
+    """Keep what is one number a token, and nothing else."""
+    is_scale = op is torch.ops.aten.rsqrt.default and args[0].shape[-1:] == (1,)
+    return CheckpointPolicy.MUST_SAVE if is_scale else CheckpointPolicy.MUST_RECOMPUTE
+
+
+_CONTEXTS = functools.partial(create_selective_checkpoint_contexts, _policy)
+
+
 class Recomputed(Swapped):
     """Mixed into the class of the module that makes X: its output is made again in backward."""
 
@@ -161,7 +175,7 @@ class Recomputed(Swapped):
         if not (self.training and torch.is_grad_enabled()):
             return plain(h)
         if torch.compiler.is_compiling():
-            return checkpoint(plain, h, use_reentrant=False)  # type: ignore[return-value]
+            return checkpoint(plain, h, use_reentrant=False, context_fn=_CONTEXTS)  # type: ignore[return-value]
         return Recomputation(plain).run(h) if self._keeps_its_weights() else plain(h)
 
     def _keeps_its_weights(self) -> bool:

@@ -197,6 +197,32 @@ def test_recomputing_compiles_and_is_exact() -> None:
             assert torch.allclose(one.grad, other.grad, atol=1e-4)
 
 
+class RMSNorm(torch.nn.Module):
+    """As models of Transformers write it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+
+
+def test_a_compiled_norm_is_made_again_without_another_sum() -> None:
+    """What it keeps of X is one number a token, as exact training does besides X."""
+    target = Model(layers=1).to(DEVICE)
+    target.layers[0].norm, target.layers[0].mlp_norm = RMSNorm(), torch.nn.Identity()
+    x = torch.randn(2, 20, 16, device=DEVICE).requires_grad_()
+    pamm.convert(target, pamm.PammConfig("recompute"), example=x)
+    compiled = torch.compile(target, fullgraph=True)
+    compiled(x).sum().backward()
+    with saved_tensors() as saved:
+        compiled(x)
+    assert sum(tensor.shape == (2, 20, 1) for tensor in saved) == 1
+    plain = torch.compile(copy.deepcopy(target), fullgraph=True)
+    pamm.revert(plain._orig_mod)
+    with saved_tensors() as exact:
+        plain(x)
+    kept, before = (sum(t.numel() for t in tensors) for tensors in (saved, exact))
+    assert kept <= before - x.numel()
+
+
 @pytest.mark.parametrize("directions", [0, 4])
 def test_sampling_compiles_draws_what_eager_draws_and_keeps_no_x(directions: int) -> None:
     config = pamm.PammConfig("sampled", ratio=1 / 2, directions=directions)
