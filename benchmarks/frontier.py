@@ -28,7 +28,7 @@ PERPLEXITIES = (0, 1, 2, 5, 10, 20, 50, 100)
 METHODS = ("recompute", "pamm", "subspace", "sampled", "uniform_crs", "compact")
 
 
-Kind = tuple[str, float, int]
+Kind = tuple[str, float, int, str]
 
 
 class Point(NamedTuple):
@@ -44,6 +44,7 @@ class Point(NamedTuple):
     """Standard deviation of that over seeds: each against exact training with the same one."""
     is_final: bool
     lr_factor: float
+    targets: str = "attention"
 
 
 def points(study: Study, folder: Path) -> list[Point]:
@@ -52,7 +53,8 @@ def points(study: Study, folder: Path) -> list[Point]:
     for is_final in (False, True):
         exact = _trained(study, folder, _exact(study), is_final)
         for name in study.cells:
-            config = study.run(folder, name, study.lrs[0], study.seeds[0]).arm.config
+            arm = study.run(folder, name, study.lrs[0], study.seeds[0]).arm
+            config = arm.config
             results = _trained(study, folder, name, is_final)
             seeds = [seed for seed in results if seed in exact]
             if config.method == "exact" or not seeds:
@@ -63,7 +65,8 @@ def points(study: Study, folder: Path) -> list[Point]:
             spread = statistics.stdev(values) if len(values) > 1 else 0.0
             one = results[seeds[0]]
             held = 100 * one.predicted_bytes / x_bytes
-            found.append(Point(name, config, held, above, spread, is_final, one.lr_factor))
+            factor, targets = one.lr_factor, arm.targets
+            found.append(Point(name, config, held, above, spread, is_final, factor, targets))
     return found
 
 
@@ -91,9 +94,9 @@ def _trained(study: Study, folder: Path, cell: str, is_final: bool) -> dict[int,
     return dict(best_last)
 
 
-def kind(config: PammConfig) -> Kind:
+def kind(config: PammConfig, targets: str = "attention") -> Kind:
     """What a setting's time depends on."""
-    return config.method, config.ratio, config.directions or 0
+    return config.method, config.ratio, config.directions or 0, targets
 
 
 def step_times(records: list[dict[str, Any]], shape: str) -> dict[Kind, float]:
@@ -104,9 +107,11 @@ def step_times(records: list[dict[str, Any]], shape: str) -> dict[Kind, float]:
     exact = {r["commit"]: r["total_ms"] for r in ours if r["arm"] == "exact"}
     times = {}
     for record in ours:
-        arm, commit = record["arm"], record["commit"]
-        if arm.partition(":")[0] in METHODS and commit in exact and "+" not in arm:
-            times[kind(arm_config(arm))] = 100 * record["total_ms"] / exact[commit]
+        (arm, _, mlp), commit = record["arm"].partition("+"), record["commit"]
+        own, targets = (mlp, "mlp") if arm == "exact" and mlp else (arm, "attention")
+        is_one = arm == "exact" or not mlp
+        if is_one and own.partition(":")[0] in METHODS and commit in exact:
+            times[kind(arm_config(own), targets)] = 100 * record["total_ms"] / exact[commit]
     return times
 
 
@@ -124,7 +129,8 @@ def title(studies: list[Study]) -> str:
 def bytes_plot(found: list[Point], title: str) -> bytes:
     """Perplexity above exact's against what is held of X."""
     figure, axes = new_figure(10, 6.5)
-    placed = [(point, max(point.held, NOTHING)) for point in found]
+    ours = [point for point in found if point.targets == "attention"]
+    placed = [(point, max(point.held, NOTHING)) for point in ours]
     _draw(axes, placed)
     axes.set_xscale("log")
     axes.set_xlim(0.7 * NOTHING, 200)
@@ -146,7 +152,7 @@ def time_plot(
     """Perplexity above exact's against the time of a step, and where the two are worth the same."""
     figure, panels = new_figure(15, 6.5, panels=len(times))
     for axes, (shape, of) in zip(panels, times.items(), strict=True):
-        known = [(p, of[key]) for p in found if (key := kind(p.config)) in of]
+        known = [(p, of[key]) for p in found if (key := kind(p.config, p.targets)) in of]
         _draw(axes, known)
         low, high = (edge([100, *(time for _, time in known)]) for edge in (min, max))
         if slope is not None:
@@ -222,7 +228,7 @@ def main() -> None:
     picture = time_plot(found, title(studies), times, slope(studies[0], folders[0]))
     (output / "frontier-time.png").write_bytes(picture)
     for point in sorted(found, key=lambda point: (point.is_final, point.above)):
-        key = kind(point.config)
+        key = kind(point.config, point.targets)
         steps = [f"{shape} {of[key]:.1f} %" for shape, of in times.items() if key in of]
         length = "final" if point.is_final else "short"
         print(

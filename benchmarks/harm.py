@@ -88,8 +88,9 @@ def measure(
     print(f"exact gradients of {BATCHES} batches taken", flush=True)
     measured: set[pamm.PammConfig] = set()
     for cell in study.cells:
-        config = study.run(Path(), cell, study.lrs[0], 0).arm.config
-        if config.method == "exact" or config in measured:
+        arm = study.run(Path(), cell, study.lrs[0], 0).arm
+        config = arm.config
+        if arm.is_exact or arm.targets != "attention" or config in measured:
             continue
         measured.add(config)
         print(f"{cell} ...", flush=True)
@@ -113,7 +114,7 @@ def plot(records: list[dict[str, Any]], study: Study, folder: Path) -> bytes:
     for axes, number in zip(panels, NUMBERS, strict=True):
         for place, record in enumerate(records):
             config = pamm.PammConfig.from_dict(record["config"])
-            harm = [p.above for p in trained if kind(p.config) == kind(config)]
+            harm = [p.above for p in trained if kind(p.config, p.targets) == kind(config)]
             axes.plot(
                 [record[number]] * len(harm), harm, ":", color=COLOURS[place % len(COLOURS)],
                 marker="os^"[place // len(COLOURS)], label=record["cell"].partition(", bytes")[0],

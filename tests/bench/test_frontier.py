@@ -60,14 +60,16 @@ def test_a_step_is_timed_against_exact_of_the_same_run() -> None:
         record("sampled:1/4", 170.0, "new"),
         record("sampled:1/4:64", 160.0, "new"),
         record("sampled:1/4:64+recompute", 150.0, "new"),
+        record("exact+sampled:1/8:64", 180.0, "new"),
         record("recompute", 210.0, "alone"),
         record("pamm:1/256", 50.0, "new", compiled=False),
     ]
     assert step_times(records, "1B") == pytest.approx(
         {
-            ("pamm", 1 / 512, 0): 90,
-            ("pamm", 1 / 128, 0): 95,
-            ("sampled", 1 / 4, 0): 85,
-            ("sampled", 1 / 4, 64): 80,
+            ("pamm", 1 / 512, 0, "attention"): 90,
+            ("pamm", 1 / 128, 0, "attention"): 95,
+            ("sampled", 1 / 4, 0, "attention"): 85,
+            ("sampled", 1 / 4, 64, "attention"): 80,
+            ("sampled", 1 / 8, 64, "mlp"): 90,
         }
     )

@@ -8,6 +8,7 @@ from typing import Any
 
 from pamm.config import PammConfig, check_keys
 from pamm.errors import PammError
+from pamm.groups import TARGETS
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 """Of a folder, or of a file without its suffix."""
@@ -21,19 +22,25 @@ class Arm:
         name: any text; ``folder`` is the name that file systems accept.
         config: how inputs are kept. With method ``"exact"`` the model is not converted at all.
         lr: peak learning rate of this arm; ``None`` takes the run's.
-        lr_factor: on it for q, k and v in this arm, exact or not; ``None`` takes the run's, or 1
-            if the arm is exact.
+        lr_factor: on it for the converted layers in this arm, exact or not; ``None`` takes the
+            run's, or 1 if the arm is exact.
+        targets: ``"attention"`` (q, k, v) or ``"mlp"`` (gate and up), as in ``pamm.convert``.
     """
 
     name: str
     config: PammConfig
     lr: float | None = None
     lr_factor: float | None = None
+    targets: str = "attention"
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not NAME.fullmatch(self.folder):
             raise PammError(
                 f"an arm is named {self.name!r}; give text that begins with a letter or a digit."
+            )
+        if not isinstance(self.targets, str) or self.targets not in TARGETS:
+            raise PammError(
+                f"targets of arm {self.name!r} is {self.targets!r}; choose {' or '.join(TARGETS)}."
             )
         for key in ("lr", "lr_factor"):
             if getattr(self, key) is not None:
@@ -52,8 +59,10 @@ class Arm:
         return self.config.method == "exact"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values; rates that come from the run are left out."""
+        """Plain values; rates that come from the run are left out, and q, k and v as targets."""
         values = {"method": "exact"} if self.is_exact else self.config.to_dict()
+        if self.targets != "attention":
+            values = {**values, "targets": self.targets}
         rates = {"lr": self.lr, "lr_factor": self.lr_factor}
         return values | {key: rate for key, rate in rates.items() if rate is not None}
 
@@ -66,11 +75,12 @@ class Arm:
                 "{method: pamm, ratio: 1/128} or {method: exact}."
             )
         keys = [field.name for field in dataclasses.fields(PammConfig)]
-        check_keys(values, [*keys, "lr", "lr_factor"], f"arm {name!r}")
-        rates = {key: values[key] for key in ("lr", "lr_factor") if key in values}
+        own = ("lr", "lr_factor", "targets")
+        check_keys(values, [*keys, *own], f"arm {name!r}")
+        more = {key: values[key] for key in own if key in values}
         chosen = {"seed": seed} | {key: values[key] for key in keys if key in values}
         try:
-            return cls(name, PammConfig.from_dict(chosen), **rates)
+            return cls(name, PammConfig.from_dict(chosen), **more)
         except PammError as error:
             raise PammError(f"arm {name!r}: {error}") from error
 

@@ -258,6 +258,10 @@ class TestSettings:
         assert not half.is_exact
         assert VlmArm.from_dict("a", half.to_dict(), 0) == half
 
+    def test_gate_and_up_are_refused(self) -> None:
+        with pytest.raises(PammError, match=r"targets of arm 'a' is 'mlp'; leave it out"):
+            VlmArm.from_dict("a", {"method": "sampled", "targets": "mlp"}, 0)
+
     @pytest.mark.parametrize(
         ("key", "value", "says"),
         [

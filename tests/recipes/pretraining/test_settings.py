@@ -102,6 +102,8 @@ def test_the_model_can_be_a_file(tmp_path: Path) -> None:
         ({"arms": {"a": {"tolerance": -1}}}, ["arm 'a'", "tolerance is -1"]),
         ({"arms": {"a": {"method": "magic"}}}, ["arm 'a'", "'magic'", "uniform_crs"]),
         ({"arms": {"a": {"lr": 0}}}, ["lr of arm 'a' is 0"]),
+        ({"arms": {"a": {"targets": "down"}}}, ["arm 'a'", "'down'", "attention or mlp"]),
+        ({"arms": {"a": {"targets": ["mlp"]}}}, ["arm 'a'", "['mlp']", "attention or mlp"]),
         ({"arms": {"/": {}}}, ["named '/'"]),
         ({"arms": {"a/b": {}, "a b": {}}}, ["differ as folders"]),
     ],
@@ -125,6 +127,13 @@ def test_an_error_in_a_file_names_the_file(tmp_path: Path) -> None:
     path.write_text("name: run\n")
     with pytest.raises(PammError, match=r"run\.yaml: .*lacks text"):
         PretrainConfig.load(path)
+
+
+def test_targets_are_read_and_written() -> None:
+    arm = Arm.from_dict("a", {"method": "sampled", "ratio": "1/8", "targets": "mlp"}, 0)
+    assert arm.targets == "mlp"
+    assert Arm.from_dict("a", arm.to_dict(), 0) == arm
+    assert "targets" not in Arm.from_dict("a", {"method": "sampled"}, 0).to_dict()
 
 
 def test_configurations_are_frozen() -> None:

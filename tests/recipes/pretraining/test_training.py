@@ -268,9 +268,15 @@ def test_blocks_computed_again_in_backward_train_the_same(tmp_path: Path) -> Non
     assert lines(tmp_path / "again/exact") == lines(tmp_path / "plain/exact")
 
 
-def test_exact_training_with_a_reduced_rate_takes_it_for_q_k_and_v(tmp_path: Path) -> None:
-    """Of the same gradients: with a rate near 0, q, k and v stay where they began."""
-    arms = (Arm("exact", PammConfig("exact")), Arm("still", PammConfig("exact"), lr_factor=1e-9))
+@pytest.mark.parametrize(
+    ("targets", "layers"), [("attention", ("q", "k", "v")), ("mlp", ("gate", "up"))]
+)
+def test_exact_training_with_a_reduced_rate_takes_it_for_the_targets(
+    tmp_path: Path, targets: str, layers: tuple[str, ...]
+) -> None:
+    """Of the same gradients: with a rate near 0 they stay where they began."""
+    still_arm = Arm("still", PammConfig("exact"), lr_factor=1e-9, targets=targets)
+    arms = (Arm("exact", PammConfig("exact")), still_arm)
     made = config(tmp_path, arms=arms, save_every=1)
     run(tmp_path / "first", dataclasses.replace(made, steps=1, lr=1e-12), arm=0)
     first = weights(tmp_path / "first/exact", step=1)
@@ -281,9 +287,20 @@ def test_exact_training_with_a_reduced_rate_takes_it_for_q_k_and_v(tmp_path: Pat
         for name, value in last.items()
         if not torch.allclose(value, first[name], atol=1e-6, rtol=0)
     }
-    still = {name for name in last if any(f"{part}_proj" in name for part in "qkv")}
-    assert len(still) == 2 * 3
+    still = {name for name in last if any(f".{part}_proj" in name for part in layers)}
+    assert len(still) == 2 * len(layers)
     assert moved == set(last) - still
+
+
+def test_gate_and_up_are_trained_from_some_of_the_tokens(tmp_path: Path) -> None:
+    sampled = Arm("some", PammConfig("sampled", 1 / 4), lr_factor=1, targets="mlp")
+    made = config(tmp_path, arms=(Arm("exact", PammConfig("exact")), sampled))
+    for arm in (0, 1):
+        run(tmp_path / "run", made, arm=arm)
+    exact, some = (read_json(tmp_path / f"run/{arm}/result.json") for arm in ("exact", "some"))
+    assert exact["groups"] == some["groups"] == 2
+    assert some["predicted_bytes"] == 2 * 8
+    assert exact["perplexity"] != some["perplexity"]
 
 
 def test_sharing_weights_needs_gpus() -> None:

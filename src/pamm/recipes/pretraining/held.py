@@ -1,4 +1,4 @@
-"""Bytes that a run's q/k/v inputs hold, measured on one block of its model."""
+"""Bytes that the inputs of a run's converted layers hold, measured on one block of its model."""
 
 import dataclasses
 
@@ -25,11 +25,11 @@ def held_bytes(
     made = llama_config(config, tokens)
     blocks = made.num_hidden_layers
     with torch.device("meta"):
-        report = pamm.convert(LlamaForCausalLM(made), arm.config)
+        report = pamm.convert(LlamaForCausalLM(made), arm.config, targets=arm.targets)
     made.num_hidden_layers = 1
     with torch.device(device):
         model = LlamaForCausalLM(made)
-    pamm.convert(model, arm.config)
+    pamm.convert(model, arm.config, targets=arm.targets)
     layers = group_layers(model)
     if arm.is_exact:
         pamm.revert(model)

@@ -16,7 +16,7 @@ from pamm.report import format_bytes
 
 @dataclasses.dataclass(frozen=True)
 class ArmResult:
-    """One arm, when it is finished. Bytes held are those of all q/k/v inputs in one forward pass.
+    """One arm, when it is finished. Bytes are those of converted layers' inputs in one pass.
 
     Args:
         name: of the arm.
@@ -32,7 +32,7 @@ class ArmResult:
         steps: done.
         tokens: seen.
         parameters: of the model.
-        groups: q/k/v groups of the model.
+        groups: converted groups of the model (q/k/v, or gate/up).
         lr: peak learning rate.
         lr_factor: on it, for q, k and v.
         precision: of the arithmetic.
