@@ -31,11 +31,11 @@ def base(tmp_path: Path) -> Outcome:
 
 def variant(base: Outcome, name: str, perplexity: float, **changes: Any) -> Outcome:
     """Another training: keys of ``PammConfig``, of the run (``run``) and of the outcome."""
-    of_run = changes.pop("run", {})
+    of_run, targets = changes.pop("run", {}), changes.pop("targets", "attention")
     of_outcome = {
         key: changes.pop(key) for key in list(changes) if key in vars(base) and key != "config"
     }
-    arm = Arm(name, PammConfig(**{"method": "pamm", **changes}))
+    arm = Arm(name, PammConfig(**{"method": "pamm", **changes}), targets=targets)
     made = dataclasses.replace(base.config, arms=(arm,), **of_run)
     return dataclasses.replace(base, name=name, perplexity=perplexity, config=made, **of_outcome)
 
@@ -51,6 +51,7 @@ def test_the_papers_row_stands_beside_the_same_training_and_no_other(base: Outco
         variant(base, "pamm", 44.0, ratio=1 / 512, at_edge=True, lr_factor=0.25),
         variant(base, "strict", 60.0, ratio=1 / 512, tolerance=0.5),
         variant(base, "compact", 50.0, method="compact", ratio=1 / 512),
+        variant(base, "gate", 44.0, ratio=1 / 512, targets="mlp", lr_factor=0.25),
         dataclasses.replace(variant(base, "nan", 1.0, ratio=1 / 4), perplexity=None),
     ]
     made = cells(tables.results_table(outcomes))
@@ -62,7 +63,9 @@ def test_the_papers_row_stands_beside_the_same_training_and_no_other(base: Outco
     assert made["pamm"]["paper: against exact"] == "+5.0%"
     assert made["pamm"]["paper: memory"] == "3.5 MiB"
     assert made["pamm"]["learning rate"] == "0.001, q/k/v x 0.25 (edge)"
-    for name in ("slow", "strict", "compact", "nan"):
+    assert made["gate"]["learning rate"] == "0.001, gate/up x 0.25"
+    assert tables.ratio_name(outcomes[5]) == "pamm on gate/up, gate/up rate x 0.25"
+    for name in ("slow", "strict", "compact", "gate", "nan"):
         assert made[name]["paper: perplexity"] == ""
     assert made["nan"]["perplexity"] == "not finite"
     assert made["slow"]["against exact"] == "+2.5%"

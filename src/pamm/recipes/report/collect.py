@@ -65,6 +65,11 @@ class Outcome:
         return self.config.arms[0].config.ratio
 
     @property
+    def layers(self) -> str:
+        """Those that its arm converts."""
+        return {"attention": "q/k/v", "mlp": "gate/up"}[self.config.arms[0].targets]
+
+    @property
     def tolerance(self) -> float | None:
         """Of its arm."""
         return self.config.arms[0].config.tolerance

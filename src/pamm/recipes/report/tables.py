@@ -225,7 +225,7 @@ def _shape(outcome: Outcome) -> tuple[int, int]:
 def _is_same(outcome: Outcome, row: dict[str, Any]) -> bool:
     """Whether the paper's row is about this kind of training."""
     config = outcome.config.arms[0].config
-    if row["method"] != config.method:
+    if row["method"] != config.method or outcome.layers != "q/k/v":
         return False
     if config.method == "exact":
         return outcome.lr_factor == 1
@@ -235,7 +235,7 @@ def _is_same(outcome: Outcome, row: dict[str, Any]) -> bool:
 def _rate(outcome: Outcome) -> str:
     text = f"{outcome.lr:g}"
     if outcome.lr_factor != 1:
-        text += f", q/k/v x {outcome.lr_factor:g}"
+        text += f", {outcome.layers} x {outcome.lr_factor:g}"
     return text + (" (edge)" if outcome.at_edge else "")
 
 
@@ -251,8 +251,9 @@ def _change(value: float | None, base: float | None, is_base: bool = False) -> s
 
 def ratio_name(outcome: Outcome) -> str:
     """Of the figures' lines: method, and what else sets it apart from others of its ratio."""
-    factor = f", q/k/v rate x {outcome.lr_factor:g}" if outcome.lr_factor != 1 else ""
-    return f"{outcome.method}{factor}"
+    where = "" if outcome.layers == "q/k/v" else f" on {outcome.layers}"
+    factor = f", {outcome.layers} rate x {outcome.lr_factor:g}" if outcome.lr_factor != 1 else ""
+    return f"{outcome.method}{where}{factor}"
 
 
 def tolerance_name(outcome: Outcome) -> str:
