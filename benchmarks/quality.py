@@ -143,58 +143,77 @@ def rate(step: int, steps: int) -> float:
     return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - warm) / (steps - warm)))
 
 
-def train(run: dict[str, Any], data: Data) -> tuple[dict[str, Any], nn.Module]:
-    """One training: validation loss along the way and the time of a step; and the model."""
-    seed, steps = run.get("seed", 0), run["steps"]
-    size = SIZES[run.get("size", "60M")]
-    sequences = run.get("batch", 128)
-    model = build(size, data.vocabulary, seed)
-    bytes_ = convert(model, run, sequences * SEQUENCE)
-    groups = pamm.param_groups(
-        model, lr=run["lr"], lr_factor=run.get("factor", 1.0), weight_decay=0.1
-    )
-    for group in groups:
-        group["peak"] = group["lr"]
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=DEVICE.type == "cuda")
-    backbone: Any = model.model
-    for layer in backbone.layers:
-        layer.compile(dynamic=False)
-    order = data.order(seed, steps * sequences)
+class Training:
+    """The model of a run, its optimizer and its schedule over some steps."""
 
-    def loss(tokens: Tensor, rows: Tensor) -> Tensor:
-        inputs, labels = batch(tokens, rows)
-        with torch.autocast(DEVICE.type, torch.bfloat16):
-            hidden = backbone(input_ids=inputs).last_hidden_state
-            return loss_of(hidden, model.lm_head.weight, labels)  # type: ignore[union-attr]
+    def __init__(self, run: dict[str, Any], data: Data) -> None:
+        self.run, self.data, self.seed = run, data, run.get("seed", 0)
+        self.sequences = run.get("batch", 128)
+        self.model = build(SIZES[run.get("size", "60M")], data.vocabulary, self.seed)
+        self.bytes = convert(self.model, run, self.sequences * SEQUENCE)
+        self._backbone: Any = self.model.model
+        for layer in self._backbone.layers:
+            layer.compile(dynamic=False)
+        self.begin(run["steps"])
+
+    def begin(self, steps: int) -> None:
+        """Plan these steps, from the first batch on."""
+        groups = pamm.param_groups(
+            self.model, lr=self.run["lr"], lr_factor=self.run.get("factor", 1.0), weight_decay=0.1
+        )
+        for group in groups:
+            group["peak"] = group["lr"]
+        self._optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=DEVICE.type == "cuda")
+        self.steps, self.done = steps, 0
+        self._order = self.data.order(self.seed, steps * self.sequences)
+
+    def step(self) -> Tensor:
+        """The next one; its loss."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = group["peak"] * rate(self.done, self.steps)
+        rows = self._order[self.done * self.sequences : (self.done + 1) * self.sequences]
+        value = self._loss(self.data.train, rows)
+        value.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self.done += 1
+        return value.detach()
 
     @torch.no_grad()
-    def validate() -> float:
-        model.eval()
-        parts = torch.arange(min(VALIDATION, 8 * sequences), device=DEVICE).split(sequences)
-        value = sum(float(loss(data.validation, rows)) for rows in parts) / len(parts)
-        model.train()
+    def validate(self, most: int = VALIDATION) -> float:
+        """Mean loss of so many sequences."""
+        self.model.eval()
+        numbers = torch.arange(min(most, 8 * self.sequences), device=DEVICE)
+        parts = numbers.split(self.sequences)
+        value = sum(float(self._loss(self.data.validation, rows)) for rows in parts) / len(parts)
+        self.model.train()
         return value
 
+    def _loss(self, tokens: Tensor, rows: Tensor) -> Tensor:
+        inputs, labels = batch(tokens, rows)
+        with torch.autocast(DEVICE.type, torch.bfloat16):
+            hidden = self._backbone(input_ids=inputs).last_hidden_state
+            return loss_of(hidden, self.model.lm_head.weight, labels)  # type: ignore[union-attr]
+
+
+def train(run: dict[str, Any], data: Data) -> tuple[dict[str, Any], nn.Module]:
+    """One training: validation loss along the way and the time of a step; and the model."""
+    steps, training = run["steps"], Training(run, data)
     curve, history, tenths = {}, [], []
     tenth, began = max(1, steps // 10), time.perf_counter()
     then = run.get("then", {"at": math.inf})
     for step in range(steps):
         if step == round(min(1.0, then["at"]) * steps):
-            pamm.revert(model)
-            convert(model, {"seed": seed, **then}, sequences * SEQUENCE)
-        for group in optimizer.param_groups:
-            group["lr"] = group["peak"] * rate(step, steps)
-        value = loss(data.train, order[step * sequences : (step + 1) * sequences])
-        value.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        history.append(value.detach())
+            pamm.revert(training.model)
+            tokens = training.sequences * SEQUENCE
+            convert(training.model, {"seed": training.seed, **then}, tokens)
+        history.append(training.step())
         if (step + 1) % tenth == 0:
-            _wait()
+            wait()
             tenths.append(1e3 * (time.perf_counter() - began) / tenth)
-            curve[step + 1] = validate()
-            _wait()
+            curve[step + 1] = training.validate()
+            wait()
             began = time.perf_counter()
     loss_curve = torch.stack(history).float()
     each = max(1, steps // 100)
@@ -205,13 +224,14 @@ def train(run: dict[str, Any], data: Data) -> tuple[dict[str, Any], nn.Module]:
         "step_ms": statistics.median(tenths[1:] or tenths),  # the first one compiles
         "step_ms_tenths": [round(ms, 3) for ms in tenths],
         "peak_allocated_bytes": torch.cuda.max_memory_allocated() if DEVICE.type == "cuda" else 0,
-        **bytes_,
+        **training.bytes,
         **environment(DEVICE),
     }
-    return record, model
+    return record, training.model
 
 
-def _wait() -> None:
+def wait() -> None:
+    """For the device."""
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
 

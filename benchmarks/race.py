@@ -24,88 +24,62 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 import pamm
 from pamm.analysis.plots import new_figure, png
 from pamm.bench.model import SEQUENCE, SIZES
 from pamm.bench.records import append, environment
-from quality import DEVICE, Data, batch, build, convert, loss_of, rate
+from quality import DEVICE, Data, Training, wait
 
 TURNS = 60
 VALIDATIONS = 10
 SEQUENCES = 512
-"""Of the validation."""
-TIMED = 4
-"""Turns of ``TIMED`` steps before the race; the first compiles."""
+"""Of a validation."""
+TIMED_TURNS, TIMED_STEPS = 15, 4
+"""Before the race; the first turn compiles."""
 
 
-class Arm:
-    """One training."""
+class Arm(Training):
+    """One of the trainings, with its clock."""
 
-    def __init__(self, run: dict[str, Any], data: Data, size: str, sequences: int) -> None:
-        self.run, self.data, self.size, self.sequences = run, data, size, sequences
-        self.model = build(SIZES[size], data.vocabulary, run.get("seed", 0))
-        self.bytes = convert(self.model, run, sequences * SEQUENCE)
-        for layer in self.model.model.layers:  # type: ignore[union-attr]
-            layer.compile(dynamic=False)
-        tensors = dict(self.model.named_parameters()) | pamm.carried(self.model)
-        self._first = [(tensor, tensor.detach().cpu().clone()) for tensor in tensors.values()]
+    def __init__(self, run: dict[str, Any], data: Data, size: str) -> None:
+        self.name: str = run["arm"]
+        self._plain = run
+        steps = TIMED_TURNS * TIMED_STEPS
+        super().__init__({**run, "size": size, "batch": SIZES[size].batch, "steps": steps}, data)
+        tensors = [*self.model.parameters(), *pamm.carried(self.model).values()]
+        self._first = [(tensor, tensor.detach().cpu().clone()) for tensor in tensors]
 
     @torch.no_grad()
-    def begin(self, steps: int) -> None:
+    def restart(self, steps: int) -> None:
         """From the first weights, with a schedule over these steps."""
         for tensor, value in self._first:
             tensor.copy_(value)
-        self.steps, self.step, self.seconds = steps, 0, 0.0
+        self.begin(steps)
+        self.seconds = 0.0
         self.curve: list[dict[str, float]] = []
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), betas=(0.9, 0.95), weight_decay=0.1,
-            fused=DEVICE.type == "cuda",
-        )  # fmt: skip
-        self.order = self.data.order(self.run.get("seed", 0), steps * self.sequences)
-
-    def loss(self, tokens: Tensor, rows: Tensor) -> Tensor:
-        """Of some sequences."""
-        inputs, labels = batch(tokens, rows)
-        with torch.autocast(DEVICE.type, torch.bfloat16):
-            hidden = self.model.model(input_ids=inputs).last_hidden_state  # type: ignore[operator, union-attr]
-            return loss_of(hidden, self.model.lm_head.weight, labels)  # type: ignore[union-attr]
 
     def advance(self, steps: int) -> float:
         """Train on; the seconds it took."""
-        _wait()
+        wait()
         began = time.perf_counter()
-        for _ in range(min(steps, self.steps - self.step)):
-            for group in self.optimizer.param_groups:
-                group["lr"] = self.run["lr"] * rate(self.step, self.steps)
-            rows = self.order[self.step * self.sequences : (self.step + 1) * self.sequences]
-            self.loss(self.data.train, rows).backward()
-            nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            self.step += 1
-        _wait()
-        took = time.perf_counter() - began
-        self.seconds += took
-        return took
+        for _ in range(steps):
+            self.step()
+        wait()
+        return time.perf_counter() - began
 
-    @torch.no_grad()
-    def validate(self) -> float:
-        """Mean loss; a point of the curve."""
-        self.model.eval()
-        parts = torch.arange(SEQUENCES, device=DEVICE).split(self.sequences)
-        value = sum(float(self.loss(self.data.validation, part)) for part in parts) / len(parts)
-        self.model.train()
-        self.curve.append({"step": self.step, "seconds": self.seconds, "loss": value})
-        return value
+    def look(self) -> float:
+        """The validation loss, a point of the curve."""
+        loss = self.validate(SEQUENCES)
+        self.curve.append({"step": self.done, "seconds": self.seconds, "loss": loss})
+        return loss
 
     def record(self) -> dict[str, Any]:
         """What is written down."""
         return {
-            "benchmark": "race", "run": self.run, "size": self.size,
+            "benchmark": "race", "run": self._plain, "size": self.run["size"],
             "tokens_per_step": self.sequences * SEQUENCE, "steps": self.steps,
-            "step_ms": 1e3 * self.seconds / self.step, "seconds": self.seconds,
+            "step_ms": 1e3 * self.seconds / self.done, "seconds": self.seconds,
             "perplexity": math.exp(self.curve[-1]["loss"]), "curve": self.curve,
             **self.bytes, **environment(DEVICE),
         }  # fmt: skip
@@ -113,27 +87,17 @@ class Arm:
 
 def race(arms: list[Arm], seconds: float) -> Iterator[str]:
     """Run it; yields lines of progress."""
-    for arm in arms:
-        arm.begin(TIMED * (TURNS // 4))
-    times: list[list[float]] = [[] for _ in arms]
-    for _ in range(TURNS // 4):
-        for arm, took in zip(arms, times, strict=True):
-            took.append(arm.advance(TIMED) / TIMED)
-    for arm, took in zip(arms, times, strict=True):
-        step = statistics.median(took[1:])
-        arm.begin(max(TURNS, round(seconds / step)))
-        yield f"{arm.run['arm']}: {1e3 * step:.2f} ms a step, {arm.steps} steps"
+    times = [[arm.advance(TIMED_STEPS) for arm in arms] for _ in range(TIMED_TURNS)]
+    for arm, took in zip(arms, zip(*times[1:], strict=True), strict=True):
+        step = statistics.median(took) / TIMED_STEPS
+        arm.restart(max(TURNS, round(seconds / step)))
+        yield f"{arm.name}: {1e3 * step:.2f} ms a step, {arm.steps} steps"
     for turn in range(1, TURNS + 1):
         for arm in arms:
-            arm.advance(round(arm.steps * turn / TURNS) - arm.step)
+            arm.seconds += arm.advance(arm.steps * turn // TURNS - arm.done)
             if turn % (TURNS // VALIDATIONS) == 0:
-                loss = arm.validate()
-                yield f"{arm.run['arm']}: step {arm.step}, {arm.seconds:.1f} s, loss {loss:.4f}"
-
-
-def _wait() -> None:
-    if DEVICE.type == "cuda":
-        torch.cuda.synchronize()
+                loss = arm.look()
+                yield f"{arm.name}: step {arm.done}, {arm.seconds:.1f} s, loss {loss:.4f}"
 
 
 def plot(records: list[dict[str, Any]]) -> bytes:
@@ -182,8 +146,10 @@ def main() -> None:
         return
     torch.set_float32_matmul_precision("high")
     runs = [json.loads(line) for line in options.arms.read_text().splitlines() if line.strip()]
-    data, sequences = Data(options.tokens), SIZES[options.size].batch
-    arms = [Arm(run, data, options.size, sequences) for run in runs]
+    if "then" in {key for run in runs for key in run}:
+        parser.error(f"an arm of {options.arms} has 'then'; leave it out: the method stays")
+    data = Data(options.tokens)
+    arms = [Arm(run, data, options.size) for run in runs]
     with torch._dynamo.config.patch(
         recompile_limit=8 * len(arms), fail_on_recompile_limit_hit=True
     ):

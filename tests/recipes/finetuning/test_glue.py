@@ -144,6 +144,7 @@ class TestSettings:
             ("precision", "fp16", "choose one of"),
             ("weight_decay", True, "weight_decay is True"),
             ("arms", (), "at least one"),
+            ("arms", (Arm("a", PammConfig(), targets="mlp"),), "targets of arm 'a' is 'mlp'"),
         ],
     )
     def test_what_is_refused(self, tmp_path: Path, key: str, value: Any, says: str) -> None:

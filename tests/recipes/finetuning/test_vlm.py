@@ -258,9 +258,11 @@ class TestSettings:
         assert not half.is_exact
         assert VlmArm.from_dict("a", half.to_dict(), 0) == half
 
-    def test_gate_and_up_are_refused(self) -> None:
+    @pytest.mark.parametrize("more", [{"targets": "mlp"}, {"vision": {"targets": "mlp"}}])
+    def test_gate_and_up_are_refused(self, tmp_path: Path, more: dict[str, Any]) -> None:
+        arm = VlmArm.from_dict("a", {"method": "sampled", **more}, 0)
         with pytest.raises(PammError, match=r"targets of arm 'a' is 'mlp'; leave it out"):
-            VlmArm.from_dict("a", {"method": "sampled", "targets": "mlp"}, 0)
+            config(tmp_path, arms=(arm,))
 
     @pytest.mark.parametrize(
         ("key", "value", "says"),

@@ -71,6 +71,12 @@ class FinetuneConfig:
         folders = [arm.folder for arm in self.arms]
         if not folders or len(set(folders)) < len(folders):
             raise PammError(f"arms are {folders}; give at least one, with names that differ.")
+        for arm in self.arms:
+            if arm.targets != "attention":
+                raise PammError(
+                    f"targets of arm {arm.name!r} is {arm.targets!r}; leave it out: fine-tunings "
+                    "convert q, k and v."
+                )
 
     def batch_of(self, task: str) -> int:
         """Rows in a step of a task."""

@@ -127,7 +127,7 @@ def train_arm(
         train_dataset=Blocks(tokens.train, config.sequence_length),
         eval_dataset=Blocks(tokens.validation, config.sequence_length, config.eval_sequences),
         callbacks=[
-            *([_callback(arm)] if _converts(config, arm) else []),
+            *([PammCallback(arm.config, targets=arm.targets)] if _converts(config, arm) else []),
             *([] if keep_last else [NoLastCheckpoint()]),
             StopCallback(stop),
         ],
@@ -155,10 +155,6 @@ def train_arm(
     if processes() > 1:
         torch.distributed.barrier()  # nobody asks whether the arm is finished before
     return True
-
-
-def _callback(arm: Arm) -> PammCallback:
-    return PammCallback(arm.config, targets=arm.targets)
 
 
 def _converts(config: PretrainConfig, arm: Arm) -> bool:

@@ -106,7 +106,7 @@ def train_run(config: GlueConfig, run: FinetuneRun, stop: Stop) -> bool:
         return False
     size = config.batch_of(run.task)
     inputs = {k: v.to(trainer.args.device) for k, v in _longest(train, pad, size).items()}
-    held = held_bytes(model, run.arm.config, inputs, trainer.args.bf16, targets=run.arm.targets)
+    held = held_bytes(model, run.arm.config, inputs, trainer.args.bf16)
     padding = padding_share(train.lengths(), size, run.seed)
     write_result(config, run, trainer, {**held, "padding_share": padding})
     return True
@@ -143,8 +143,7 @@ def _trainer(
     }
     if not run.converts:
         return Trainer(**common)
-    own = dataclasses.replace(run.arm.config, seed=run.seed)
-    callback = PammCallback(own, targets=run.arm.targets)
+    callback = PammCallback(dataclasses.replace(run.arm.config, seed=run.seed))
     return PammTrainer(**common, pamm=callback, pamm_lr_factor=run.lr_factor)
 
 

@@ -45,14 +45,9 @@ class VlmArm(Arm):
     @classmethod
     def from_dict(cls, name: str, values: object, seed: int) -> Self:
         """Inverse of ``to_dict``."""
-        if isinstance(values, dict) and "targets" in values:
-            raise PammError(
-                f"targets of arm {name!r} is {values['targets']!r}; leave it out: in a model of "
-                "images and text q, k and v are converted."
-            )
         if not isinstance(values, dict) or "vision" not in values:
             made = Arm.from_dict(name, values, seed)
-            return cls(name, made.config, made.lr, made.lr_factor)
+            return cls(name, made.config, made.lr, made.lr_factor, made.targets)
         common = {key: value for key, value in values.items() if key != "vision"}
         if not isinstance(values["vision"], dict):
             raise PammError(
@@ -61,7 +56,7 @@ class VlmArm(Arm):
         made = Arm.from_dict(name, common, seed)
         shared = {k: v for k, v in common.items() if k not in ("lr", "lr_factor")}
         vision = Arm.from_dict(name, {**shared, **values["vision"]}, seed)
-        return cls(name, made.config, made.lr, made.lr_factor, vision=vision.config)
+        return cls(name, made.config, made.lr, made.lr_factor, vision.targets, vision.config)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
