@@ -181,6 +181,8 @@ def test_the_rows_equal_their_twins(
     index = torch.randint(tokens, (c,), device=DEVICE)
     weight = 1 + torch.rand(c, device=DEVICE)
     whole = sampling.whole(x, basis, g) if k else None
+    if whole:  # a compiler may lay its rows further apart
+        whole = whole._replace(inner=torch.nn.functional.pad(whole.inner, (0, 3))[:, :-3])
     made = kernel.rows(x, g, index, weight, whole)
     same = sampling.rows(x, g, index, weight, whole)
     wide = sampling.Whole(*(each.double() for each in whole)) if whole else None
