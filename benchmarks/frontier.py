@@ -1,18 +1,19 @@
 """The frontier of studies: perplexity against the bytes that are held, and against GPU time.
 
-    python benchmarks/frontier.py SPEED.jsonl OUTPUT_FOLDER STUDY_FOLDER...
+    python benchmarks/frontier.py docs STUDY_FOLDER... --speeds speed.jsonl race-1b.jsonl
 
 Each training is set against exact training of the same study, length and seed. Filled: final
 trainings, with the standard deviation over seeds. Hollow: the first seed's shorter training at the
-best rate. Time is that of whole compiled steps by ``pamm bench model``, of the studies' own shape
-and of a larger one, where PAMM pays more; the perplexities are the studies' in both.
+best rate. Time is that of whole compiled steps by ``pamm bench model``, or in a race (race.py), of
+the studies' own shape and of a larger one, where PAMM pays more; the perplexities are the studies'
+in both.
 ``recompute`` is not trained: its gradients are exact's.
 """
 
+import argparse
 import json
 import math
 import statistics
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -112,7 +113,25 @@ def step_times(records: list[dict[str, Any]], shape: str) -> dict[Kind, float]:
         is_one = arm == "exact" or not mlp
         if is_one and own.partition(":")[0] in METHODS and commit in exact:
             times[kind(arm_config(own), targets)] = 100 * record["total_ms"] / exact[commit]
-    return times
+    return race_times(records, shape) | times
+
+
+def race_times(records: list[dict[str, Any]], shape: str) -> dict[Kind, float]:
+    """The same of races, whose arms are compiled too and take turns: medians over all of them."""
+    steps: dict[Kind | None, list[float]] = {}
+    for record in records:
+        if record["benchmark"] != "race" or record["size"] != shape:
+            continue
+        targets = {"config": "attention", "mlp": "mlp"}
+        found = [
+            kind(PammConfig.from_dict(record["run"][key]), target)
+            for key, target in targets.items()
+            if key in record["run"]
+        ]
+        if len(found) < 2:
+            steps.setdefault(found[0] if found else None, []).append(record["step_ms"])
+    exact = statistics.median(steps.pop(None, [math.nan]))
+    return {each: 100 * statistics.median(ms) / exact for each, ms in steps.items() if each}
 
 
 def title(studies: list[Study]) -> str:
@@ -216,8 +235,15 @@ def _colour(point: Point) -> str:
 
 def main() -> None:
     """Draw both, and print what is on them."""
-    speeds, output, *folders = map(Path, sys.argv[1:])
-    records = [json.loads(line) for line in speeds.read_text().splitlines()]
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("output", type=Path)
+    parser.add_argument("folders", type=Path, nargs="+")
+    parser.add_argument("--speeds", type=Path, nargs="+", required=True)
+    options = parser.parse_args()
+    output, folders = options.output, options.folders
+    records = [
+        json.loads(line) for path in options.speeds for line in path.read_text().splitlines()
+    ]
     studies = [Study.load(folder / STUDY) for folder in folders]
     exact = PammConfig("recompute")  # whose gradients are exact's: it is not trained
     found = [Point("recompute", exact, 0.0, 0.0, 0.0, True, 1.0)]

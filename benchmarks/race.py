@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 import pamm
-from pamm.analysis.plots import new_figure, png
+from pamm.analysis.plots import COLOURS, new_figure, png
 from pamm.bench.model import SEQUENCE, SIZES
 from pamm.bench.records import append, environment
 from quality import DEVICE, Data, Training, wait
@@ -101,22 +101,61 @@ def race(arms: list[Arm], seconds: float) -> Iterator[str]:
 
 
 def plot(records: list[dict[str, Any]]) -> bytes:
-    """Loss over seconds, and each arm's perplexity against the first one's at the same second."""
-    figure, (left, right) = new_figure(10.4, 4.2, panels=2)
-    first = records[0]["curve"]
-    for record in records:
-        curve, name = record["curve"], record["run"]["arm"]
-        seconds = [point["seconds"] for point in curve]
-        left.plot(seconds, [point["loss"] for point in curve], "o-", markersize=3, label=name)
-        above = [100 * math.expm1(p["loss"] - _at(first, p["seconds"])) for p in curve]
-        right.plot(seconds, above, "o-", markersize=3, label=name)
+    """Each arm at the best of its rates: loss over seconds, and its perplexity against the first
+    arm's with the same seed at the same second; and the rates that were tried, with one seed.
+    """
+    figure, (left, middle, right) = new_figure(14, 4.2, panels=3)
+    arms = by_arm(records)
+    first = best(next(iter(arms.values())))
+    for (name, ours), colour in zip(arms.items(), COLOURS, strict=False):
+        curves = best(ours)
+        for seed, curve in curves.items():
+            seconds = [point["seconds"] for point in curve]
+            look = {"color": colour, "markersize": 3, "alpha": 0.8}
+            look |= {"label": name} if seed == min(curves) else {}
+            left.plot(seconds, [point["loss"] for point in curve], "o-", **look)
+            if seed in first:
+                above = [
+                    100 * math.expm1(p["loss"] - _at(first[seed], p["seconds"])) for p in curve
+                ]
+                middle.plot(seconds, above, "o-", **look)
+        tried = sorted((run["lr"], run["perplexity"]) for run in ours if run["seed"] == min(curves))
+        right.plot(*zip(*tried, strict=True), "o-", color=colour, label=name)
     left.set_ylabel("validation loss, nats a token")
-    right.set_ylabel(f"perplexity against {records[0]['run']['arm']}'s, %")
-    right.axhline(0, color="grey", linewidth=0.8)
-    for axes in (left, right):
+    middle.set_ylabel(f"perplexity against {next(iter(arms))}'s, %")
+    middle.axhline(0, color="grey", linewidth=0.8)
+    for axes in (left, middle):
         axes.set_xlabel("seconds of training steps")
-    left.legend(frameon=False)
+    right.set_xlabel(f"learning rate (seed {min(first)})")
+    right.set_ylabel("perplexity at the end")
+    right.set_xscale("log")
+    rates = sorted({run["lr"] for ours in arms.values() for run in ours})
+    right.set_xticks(rates, [f"{rate:g}" for rate in rates], minor=False)
+    right.minorticks_off()
+    figure.legend(
+        *left.get_legend_handles_labels(), frameon=False, ncols=3, loc="outside upper left"
+    )
     return png(figure)
+
+
+def by_arm(records: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Runs of each arm, by name: rate, seed, perplexity and curve."""
+    arms: dict[str, list[dict[str, Any]]] = {}
+    for record in records:
+        run = record["run"]
+        arms.setdefault(run["arm"], []).append(
+            {"lr": run["lr"], "seed": run.get("seed", 0)}
+            | {key: record[key] for key in ("perplexity", "curve")}
+        )
+    return arms
+
+
+def best(runs: list[dict[str, Any]]) -> dict[int, list[dict[str, float]]]:
+    """Curves by seed, at the rate that was best with the first seed."""
+    seed = min(run["seed"] for run in runs)
+    first = [run for run in runs if run["seed"] == seed]
+    rate = min(first, key=lambda run: run["perplexity"])["lr"]
+    return {run["seed"]: run["curve"] for run in runs if run["lr"] == rate}
 
 
 def _at(curve: list[dict[str, float]], seconds: float) -> float:

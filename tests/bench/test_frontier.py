@@ -16,9 +16,10 @@ FINALS = STUDY.with_name("60m-finals")
 
 
 def test_both_pictures_of_the_committed_studies(tmp_path: Path) -> None:
-    speeds = STUDY.parents[1] / "speed.jsonl"
+    results = STUDY.parents[1]
+    speeds = [str(results / name) for name in ("speed.jsonl", "race-1b.jsonl")]
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(speeds), str(tmp_path), str(STUDY), str(FINALS)],
+        [sys.executable, str(SCRIPT), str(tmp_path), str(STUDY), str(FINALS), "--speeds", *speeds],
         text=True,
         capture_output=True,
         check=True,
@@ -73,3 +74,29 @@ def test_a_step_is_timed_against_exact_of_the_same_run() -> None:
             ("sampled", 1 / 8, 64, "mlp"): 90,
         }
     )
+
+
+def test_races_give_times_too() -> None:
+    step_times = runpy.run_path(str(SCRIPT))["step_times"]
+
+    def record(step_ms: float, **run: Any) -> dict[str, Any]:
+        return {"benchmark": "race", "size": "1B", "step_ms": step_ms, "run": run}
+
+    sampled = {"method": "sampled", "ratio": "1/8", "directions": 64}
+    records = [
+        *(record(ms) for ms in (190.0, 200.0, 300.0)),
+        *(record(ms, mlp=sampled) for ms in (170.0, 180.0, 250.0)),
+        record(150.0, config={"method": "pamm", "ratio": "1/512"}),
+        record(100.0, config={"method": "recompute"}, mlp=sampled),
+        record(1.0, mlp=sampled) | {"size": "60M"},
+        {"benchmark": "model", "model": "1B", "compiled": True, "commit": "new"}
+        | {"arm": "exact", "total_ms": 100.0},
+    ]
+    expected = {
+        ("sampled", 1 / 8, 64, "mlp"): 90,
+        ("pamm", 1 / 512, 0, "attention"): 75,
+    }
+    assert step_times(records, "1B") == pytest.approx(expected)
+    newer = records[-1] | {"arm": "exact+sampled:1/8:64", "total_ms": 95.0}
+    expected[("sampled", 1 / 8, 64, "mlp")] = 95  # a benchmark counts for more than a race
+    assert step_times([*records, newer], "1B") == pytest.approx(expected)

@@ -55,3 +55,27 @@ def test_arms_are_compared_at_the_same_second(race: dict[str, Any]) -> None:
     curve = [{"seconds": 10.0, "loss": 4.0}, {"seconds": 20.0, "loss": 3.0}]
     for seconds, loss in ((10.0, 4.0), (12.5, 3.75), (20.0, 3.0), (21.0, 2.9)):
         assert race["_at"](curve, seconds) == pytest.approx(loss)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_each_arm_is_shown_at_its_own_best_rate(race: dict[str, Any]) -> None:
+    def record(arm: str, lr: float, seed: int, perplexity: float) -> dict[str, Any]:
+        curve = [{"seconds": 1.0, "loss": 3.0 + seed}, {"seconds": 2.0, "loss": perplexity / 10}]
+        run = {"arm": arm, "lr": lr} | ({"seed": seed} if seed else {})
+        return {"run": run, "perplexity": perplexity, "curve": curve}
+
+    records = [
+        record("exact", 1e-3, 0, 20.0),
+        record("half", 1e-3, 0, 18.0),
+        record("exact", 2e-3, 0, 21.0),
+        record("half", 2e-3, 0, 17.0),
+        record("exact", 1e-3, 1, 22.0),
+        record("half", 2e-3, 1, 19.0),
+        record("half", 1e-3, 1, 5.0),  # better there, but rates are chosen with the first seed
+    ]
+    arms = race["by_arm"](records)
+    assert [*arms] == ["exact", "half"]
+    chosen = {name: race["best"](runs) for name, runs in arms.items()}
+    ends = {name: {seed: c[-1]["loss"] for seed, c in of.items()} for name, of in chosen.items()}
+    assert ends == {"exact": {0: 2.0, 1: 2.2}, "half": {0: 1.7, 1: 1.9}}
+    assert race["plot"](records).startswith(b"\x89PNG")
