@@ -14,6 +14,7 @@ the same weights:
     lost             1 - <sum a, sum e> / ||sum e||^2: what never arrives, however long one waits
     noise            ||sum (a - e)||^2 / ||sum e||^2 - lost^2: what is left of the error in the sum
     update lost      the same as lost for sum a / sqrt(sum a^2), element by element: of Adam's step
+    lost at once     mean over t of 1 - <a_t, e_t> / ||e_t||^2: ``pamm.fidelity``'s of a step
 """
 
 import argparse
@@ -40,6 +41,7 @@ BATCHES = 16
 WARM = 10  # passes in which a subspace learns its directions
 NAMES = ("q_proj", "k_proj", "v_proj")
 NUMBERS = ("relative error", "1 - cosine", "lost", "noise", "update lost")
+ALONE = ("relative error", "1 - cosine", "update lost")
 
 
 def gradients(model: nn.Module, data: Data, rows: Tensor) -> Tensor:
@@ -54,11 +56,12 @@ def gradients(model: nn.Module, data: Data, rows: Tensor) -> Tensor:
 
 def compare(pairs: Iterator[tuple[Tensor, Tensor]]) -> dict[str, float]:
     """The numbers above, from (a_t, e_t) of several batches."""
-    errors, cosines = [], []
+    errors, cosines, losses = [], [], []
     sums: dict[str, Any] = dict.fromkeys(("a", "e", "aa", "ee"), 0.0)
     for a, e in pairs:
         errors.append(float((a - e).norm() / e.norm()))
         cosines.append(float(torch.cosine_similarity(a, e, dim=0)))
+        losses.append(1 - float(a @ e / (e @ e)))
         for key, value in (("a", a), ("e", e), ("aa", a * a), ("ee", e * e)):
             sums[key] = sums[key] + value
     a, e = sums["a"], sums["e"]
@@ -70,6 +73,7 @@ def compare(pairs: Iterator[tuple[Tensor, Tensor]]) -> dict[str, float]:
         "lost": lost,
         "noise": max(0.0, float((a - e).square().sum() / e.square().sum()) - lost**2),
         "update lost": 1 - float(update @ exact / (exact @ exact)),
+        "lost at once": sum(losses) / len(losses),
     }
 
 
@@ -106,25 +110,36 @@ def measure(
 
 
 def plot(records: list[dict[str, Any]], study: Study, folder: Path) -> bytes:
-    """Each number against the perplexity above exact's; a configuration that was trained with and
-    without a smaller rate on q, k and v has two points, joined.
+    """Three numbers alone against the perplexity above exact's; and two together, with that
+    written beside them. A configuration that was trained with and without a smaller rate on q, k
+    and v has two points, joined; the map has the better one.
     """
-    figure, panels = new_figure(3.6 * len(NUMBERS), 4.6, panels=len(NUMBERS))
+    figure, panels = new_figure(18, 4.8, panels=len(ALONE) + 1)
     trained = [point for point in points(study, folder) if not point.is_final]
-    for axes, number in zip(panels, NUMBERS, strict=True):
-        for place, record in enumerate(records):
-            config = pamm.PammConfig.from_dict(record["config"])
-            harm = [p.above for p in trained if kind(p.config, p.targets) == kind(config)]
-            axes.plot(
-                [record[number]] * len(harm), harm, ":", color=COLOURS[place % len(COLOURS)],
-                marker="os^"[place // len(COLOURS)], label=record["cell"].partition(", bytes")[0],
-            )  # fmt: skip
-        if number in ("relative error", "noise"):
-            axes.set_xscale("log")
+    together = panels[-1]
+    for place, record in enumerate(records):
+        config = pamm.PammConfig.from_dict(record["config"])
+        harm = [p.above for p in trained if kind(p.config, p.targets) == kind(config)]
+        look = {"color": COLOURS[place % len(COLOURS)], "marker": "os^"[place // len(COLOURS)]}
+        for axes, number in zip(panels, ALONE, strict=False):
+            name = record["cell"].partition(", bytes")[0]
+            axes.plot([record[number]] * len(harm), harm, ":", label=name, **look)
+        where = record["relative error"], record["lost"]
+        together.plot(*where, ls="", **look)
+        beside = (6, -11 if place % 2 else 3)  # neighbours do not cover one another
+        together.annotate(f"{min(harm):+.2g} %", where, beside, textcoords="offset points")
+    for axes, number in zip(panels, ALONE, strict=False):
         percent_axis(axes)
         axes.set_ylabel("")
         axes.set_xlabel(number)
     percent_axis(panels[0])
+    panels[0].set_xscale("log")
+    together.set_xscale("log")
+    together.margins(x=0.25)
+    together.grid(alpha=0.25)
+    together.set_xlabel("relative error")
+    together.set_ylabel("lost")
+    together.set_title("both together", fontsize="medium")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize="small")
     return png(figure)

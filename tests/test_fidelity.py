@@ -41,7 +41,27 @@ def test_cosine_and_error_are_those_of_the_gradients() -> None:
     assert metrics[f"cosine/{name}"] == pytest.approx(expected, abs=1e-5)
     error = ((approximate - exact).norm() / exact.norm()).item()
     assert metrics[f"relative_error/{name}"] == pytest.approx(error, abs=1e-5)
+    lost = (exact @ (exact - approximate) / (exact @ exact)).item()
+    assert metrics[f"lost/{name}"] == pytest.approx(lost, abs=1e-5)
     assert f"cosine/{NAME.format(1)}" not in metrics
+
+
+def test_lost_tells_bias_from_noise() -> None:
+    """The mean over steps, of the same batch: other tokens and generators each time."""
+    mean: dict[str, dict[str, float]] = {}
+    for method, ratio in (("pamm", 1 / 8), ("sampled", 1 / 4)):
+        model, seen = converted(method=method, ratio=ratio), []
+        torch.manual_seed(0)
+        x = torch.randn(X)
+        for step in range(40):
+            pamm.seek(model, step)
+            with watch(model) as watched:
+                model(x).square().sum().backward()
+            seen.append(watched.metrics())
+        keys = ("relative_error", "lost")
+        mean[method] = {k: sum(s[f"{k}/{NAME.format(1)}"] for s in seen) / 40 for k in keys}
+    assert abs(mean["sampled"]["lost"]) < 0.1 < 0.4 < mean["sampled"]["relative_error"]
+    assert mean["pamm"]["lost"] > 0.5
 
 
 def test_each_layer_has_numbers_of_its_own() -> None:
@@ -60,7 +80,7 @@ def test_each_layer_has_numbers_of_its_own() -> None:
         assert metrics[f"cosine/{name}"] == pytest.approx(cosine, abs=1e-5)
         error = ((made[name] - exact).norm() / exact.norm()).item()  # type: ignore[union-attr, operator]
         assert metrics[f"relative_error/{name}"] == pytest.approx(error, abs=1e-5)
-    assert len(metrics) == 2 + 2 * 2  # nothing of k, nor of the group
+    assert len(metrics) == 2 + 2 * 3  # nothing of k, nor of the group
 
 
 def test_names_are_those_of_the_model_inside_a_wrapper() -> None:

@@ -28,13 +28,15 @@ class Watched:
         ``held_bytes``: of all groups together, in the last forward pass. ``dropped_share``: of
         tokens that the tolerance dropped, in all groups. For each chosen layer ``cosine/LAYER`` and
         ``relative_error/LAYER`` of its weight gradient against the exact one of the same pass:
-        <a, e> / (||a|| ||e||) and ||a - e|| / ||e||. The same for each chosen group, the gradients
-        of its layers taken as one vector.
+        <a, e> / (||a|| ||e||) and ||a - e|| / ||e||; and ``lost/LAYER``, the part of the exact
+        gradient that does not arrive: 1 - <a, e> / ||e||^2, which is nothing on the mean over steps
+        for a method without bias, however large its error is. The same for each chosen group, the
+        gradients of its layers taken as one vector.
         """
         ran = [each for each in self._groups.values() if each.tokens]
         if not ran:
             return {}
-        dropped = sum(float(each.lost) for each in ran)
+        dropped = sum(float(each.dropped_tokens) for each in ran)
         numbers = {
             "held_bytes": float(sum(each.held for each in ran)),
             "dropped_share": dropped / sum(each.tokens for each in ran),
@@ -52,6 +54,7 @@ def _compared(name: str, approximate: float, exact: float, mixed: float) -> dict
     if exact > 0:
         error = max(0.0, approximate - 2 * mixed + exact)
         numbers[f"relative_error/{name}"] = (error / exact) ** 0.5
+        numbers[f"lost/{name}"] = 1 - mixed / exact
         if approximate > 0:
             numbers[f"cosine/{name}"] = mixed / (approximate * exact) ** 0.5
     return numbers
@@ -178,14 +181,14 @@ class _Watcher(_StandIn):
     def __init__(self, method: Compressor) -> None:
         super().__init__(method)
         self.held, self.tokens = 0, 0
-        self.lost: Tensor | float = 0.0
+        self.dropped_tokens: Tensor | float = 0.0
 
     def compress(self, x: Float[Tensor, "tokens n"], draw: Draw) -> State:
         state = super().compress(x, draw)
         # A layer that checkpointing runs again compresses again: the last state counts.
         self.held = sum(tensor.untyped_storage().nbytes() for tensor in state)
         self.tokens = len(x)
-        self.lost = self.dropped(state, len(x))
+        self.dropped_tokens = self.dropped(state, len(x))
         return state
 
 

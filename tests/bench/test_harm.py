@@ -25,8 +25,10 @@ def test_bias_is_lost_and_noise_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     assert abs(halved["lost"] - 0.5) < 1e-3
     assert halved["noise"] < 1e-3
     assert halved["1 - cosine"] < 1e-3
+    assert abs(halved["lost at once"] - 0.5) < 1e-3
     noisy = compare((e + torch.randn(20_000), e) for e in exact)
     assert abs(noisy["lost"]) < 0.02
+    assert abs(noisy["lost at once"]) < 0.02
     # 16 variances of the noise against 16^2 of the mean and 16 of e's own
     assert abs(noisy["noise"] - 16 / (16**2 + 16)) < 0.01
     assert abs(noisy["relative error"] - 0.5**0.5) < 0.01
@@ -53,10 +55,12 @@ def test_every_number_is_set_against_what_the_study_cost(monkeypatch: pytest.Mon
     config = pamm.PammConfig("pamm", 1 / 512)
     record = {"cell": "pamm 1/512", "config": config.to_dict(), **numbers}
     harm["plot"]([record], study, folder)
-    assert len(drawn) == len(numbers)
-    for x, y in drawn:
+    *alone, together = drawn
+    assert len(alone) == len(harm["ALONE"])
+    for x, y in alone:
         assert x == [0.5, 0.5]
         assert y == pytest.approx([45.4, 26.0], abs=0.1)
+    assert together == (0.5, 0.5)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -239,8 +239,8 @@ class PammTrainerMixin:
         pamm_lr_factor: the learning rate of weights trained by PAMM, as a factor of the others'
             (see ``pamm.param_groups``).
         pamm_log_steps: measure every so many steps, and log with the next loss:
-            ``pamm_held_bytes``, ``pamm_dropped_share``, ``pamm_cosine/LAYER`` and
-            ``pamm_relative_error/LAYER`` (``pamm.fidelity``). 0 is never.
+            ``pamm_held_bytes``, ``pamm_dropped_share``, ``pamm_cosine/LAYER``,
+            ``pamm_relative_error/LAYER`` and ``pamm_lost/LAYER`` (``pamm.fidelity``). 0 is never.
         pamm_log_layers: patterns of names to compare with the exact gradient, of layers or of
             groups; the middle group and its layers if left out.
         args, kwargs: the Trainer's.
