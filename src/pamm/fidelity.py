@@ -143,7 +143,7 @@ def _matches(name: str, patterns: list[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, each) for each in patterns)
 
 
-class _StandIn:
+class StandIn:
     """A compressor that does what another one does."""
 
     def __init__(self, method: Compressor) -> None:
@@ -175,7 +175,7 @@ class _StandIn:
         return self._method.state_bytes(tokens, in_features, dtype)
 
 
-class _Watcher(_StandIn):
+class _Watcher(StandIn):
     """One that looks at what a group keeps."""
 
     def __init__(self, method: Compressor) -> None:
@@ -192,7 +192,7 @@ class _Watcher(_StandIn):
         return state
 
 
-class _LayerWatcher(_StandIn):
+class _LayerWatcher(StandIn):
     """One that compares the weight gradient of a layer with the exact one.
 
     X follows the state, so that each pass of a layer that runs several times has its own.

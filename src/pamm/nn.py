@@ -1,6 +1,7 @@
 """Linear layers whose weight gradient comes from a compressed input."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeGuard
 
 import torch
@@ -89,7 +90,12 @@ class Pamm(Swapped):
         group = self.pamm_group
         cast, state = group.share(self.pamm_member, input, dtype)
         method = self.pamm_watcher or group.method
-        return linear_from_state(input, cast, weight, bias, method, state)
+        with self._saving(input, cast):
+            return linear_from_state(input, cast, weight, bias, method, state)
+
+    def _saving(self, input: Tensor, cast: Tensor) -> AbstractContextManager[object]:
+        """What autograd does with what it saves: for layers whose input is made again."""
+        return nullcontext()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """``.to(device)`` takes the group along: a compiled layer would notice it move later."""

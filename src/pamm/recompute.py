@@ -25,6 +25,7 @@ from torch.utils.checkpoint import (
 )
 
 from pamm.functional import cast_like_autocast
+from pamm.nn import is_pamm
 from pamm.swap import Swapped, restore, swap
 
 
@@ -196,30 +197,35 @@ class Recomputing(Swapped):
     def forward(self, input: Tensor) -> Tensor:
         """x W.T + bias."""
         plain = super().forward  # type: ignore[misc]
-        if torch.compiler.is_compiling() or not (
-            self.weight.requires_grad and torch.is_grad_enabled()
-        ):
-            return plain(input)
+        is_trained = self.weight.requires_grad and torch.is_grad_enabled()
+        if is_pamm(self) or torch.compiler.is_compiling() or not is_trained:
+            return plain(input)  # a PAMM layer first takes the cast that its group shares
+        cast, *_ = cast_like_autocast(input, self.weight, None)
+        with self._saving(input, cast):
+            return plain(cast)
+
+    def _saving(self, input: Tensor, cast: Tensor) -> AbstractContextManager[object]:
+        """X is not saved, as it is or cast: backward asks for it again."""
         # Without a gradient (the first block above a frozen embedding) X has no node that keeps h.
         # Of an X that was written to since, autograd gives none, with an error.
-        made = getattr(input.grad_fn, "recomputation", None)
+        keeper = None if torch.compiler.is_compiling() else input.grad_fn
+        made = getattr(keeper, "recomputation", None)
         if not isinstance(made, Recomputation):
-            return plain(input)
-        x, *_ = cast_like_autocast(input, self.weight, None)
-        address, dtype, keeper = x.untyped_storage().data_ptr(), x.dtype, input.grad_fn
+            return nullcontext()
+        addresses = {each.untyped_storage().data_ptr() for each in (input, cast)}
 
         def pack(tensor: Tensor) -> Any:
-            if tensor.untyped_storage().data_ptr() != address or tensor.dtype != dtype:
+            if tensor.untyped_storage().data_ptr() not in addresses:
                 return _Kept.of(tensor)
-            return tensor.shape, tensor.stride(), tensor.storage_offset()
+            return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
 
         def unpack(packed: Any) -> Tensor:
             if isinstance(packed, _Kept):
                 return packed.unchanged()
-            return made.output(keeper).to(dtype).as_strided(*packed)
+            dtype, *view = packed
+            return made.output(keeper).to(dtype).as_strided(*view)
 
-        with saved_tensors_hooks(pack, unpack):
-            return plain(x)
+        return saved_tensors_hooks(pack, unpack)
 
     def extra_repr(self) -> str:
         """Shapes, and which group it is in: printing the model shows what was converted."""

@@ -20,7 +20,8 @@ X_BYTES = TOKENS * WIDTH * 4
 def measure(method: str | None, autocast: bool = False, **changes: float) -> tuple[list[int], int]:
     """Measured bytes of each group, and the bytes predicted for one; None converts nothing."""
     model, x = Model(WIDTH), torch.randn(SHAPE)
-    report = pamm.convert(model, pamm.PammConfig(method=method or "exact", ratio=1 / 16, **changes))
+    config = pamm.PammConfig(method=method or "exact", ratio=1 / 16, **changes)
+    report = pamm.convert(model, config, example=x)
     layers = group_layers(model)
     if method is None:
         pamm.revert(model)
@@ -43,6 +44,25 @@ def test_under_autocast_exact_training_keeps_three_copies_of_it() -> None:
 def test_a_converted_model_holds_exactly_what_is_predicted(method: str) -> None:
     measured, predicted = measure(method)
     assert measured == [predicted] * 2
+
+
+@pytest.mark.parametrize("directions", [0, 4])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_state_is_counted_where_x_is_made_again(directions: int, autocast: bool) -> None:
+    """Hooks of the layers themselves come between; the norm's input counts for the norm."""
+    measured, predicted = measure("sampled", autocast, directions=directions)
+    basis = WIDTH * directions * (2 if autocast else 4)
+    assert measured == [8 + basis] * 2
+    assert autocast or measured == [predicted] * 2
+
+
+def test_measuring_leaves_the_method_as_it_was() -> None:
+    model, x = Model(WIDTH), torch.randn(SHAPE)
+    pamm.convert(model, pamm.PammConfig(), example=x)
+    methods = [group.method for group in pamm.nn.groups(model)]
+    with pytest.raises(ZeroDivisionError):
+        saved_bytes(model, group_layers(model), lambda: (model(x), 1 // 0))
+    assert all(a.method is b for a, b in zip(pamm.nn.groups(model), methods, strict=True))
 
 
 def test_autocast_copies_of_weights_are_not_counted() -> None:

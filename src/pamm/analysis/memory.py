@@ -3,14 +3,18 @@
 import resource
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from pamm.compressors import Compressor, State
+from pamm.fidelity import StandIn
 from pamm.nn import is_pamm
 from pamm.recompute import recomputed_groups
+from pamm.stream import Draw
 
 
 def group_layers(model: nn.Module) -> dict[str, list[str]]:
@@ -50,22 +54,39 @@ def saved_bytes(
     """
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[str, dict[int, Tensor]] = {name: {} for name in groups}
-    handles = []
-    for group, names in groups.items():
-        for name in names:
-            watch = _Watch(model.get_submodule(name), parameters, kept[group])
-            handles += watch.handles
-    try:
+    with ExitStack() as stack:
+        for group, names in groups.items():
+            for name in names:
+                layer = model.get_submodule(name)
+                for handle in _Watch(layer, parameters, kept[group]).handles:
+                    stack.callback(handle.remove)
+                if is_pamm(layer):
+                    ours, method = layer.pamm_group, layer.pamm_group.method
+                    if method.needs_x and not isinstance(method, _States):
+                        stack.callback(setattr, ours, "method", method)
+                        ours.method = _States(method, kept[group])
         # Its weights are cast anew, inside the layers and not before: a watch must see it.
         torch.clear_autocast_cache()
         forward()
-    finally:
-        for handle in handles:
-            handle.remove()
     return {
         group: sum(tensor.untyped_storage().nbytes() for tensor in tensors.values())
         for group, tensors in kept.items()
     }
+
+
+class _States(StandIn):
+    """Collects states as they are made: where X is made again, hooks of the layers themselves hide
+    from a watch what they save.
+    """
+
+    def __init__(self, method: Compressor, kept: dict[int, Tensor]) -> None:
+        super().__init__(method)
+        self._kept = kept
+
+    def compress(self, x: Tensor, draw: Draw) -> State:
+        state = super().compress(x, draw)
+        self._kept.update({tensor.untyped_storage().data_ptr(): tensor for tensor in state})
+        return state
 
 
 class _Watch:

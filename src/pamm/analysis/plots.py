@@ -119,8 +119,10 @@ def new_figure(width: float, height: float, panels: int = 1) -> tuple[Figure, An
 
 
 def plain_numbers(axis: Any) -> None:
-    """2, 5 and 10 on a logarithmic axis, in place of powers of ten."""
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    """2, 5 and 10 on a logarithmic axis, in place of powers of ten; 10 alone on a long one."""
+    low, high = axis.get_data_interval()
+    is_long = 0 < 1e4 * low < high
+    axis.set_major_locator(LogLocator(subs=(1,) if is_long else (1, 2, 5)))
     axis.set_major_formatter("{x:g}")
     axis.set_minor_formatter(NullFormatter())
 

@@ -299,7 +299,7 @@ def test_gate_and_up_are_trained_from_some_of_the_tokens(tmp_path: Path) -> None
         run(tmp_path / "run", made, arm=arm)
     exact, some = (read_json(tmp_path / f"run/{arm}/result.json") for arm in ("exact", "some"))
     assert exact["groups"] == some["groups"] == 2
-    assert some["predicted_bytes"] == 2 * 8
+    assert some["held_bytes"] == some["predicted_bytes"] == 2 * 8
     assert exact["perplexity"] != some["perplexity"]
 
 

@@ -24,8 +24,8 @@ def base(tmp_path: Path) -> Outcome:
     return Outcome(
         source="study", name="exact", size=size_of(made), config=made, lr=1e-3, lr_factor=1.0,
         seeds=3, perplexity=40.0, spread=0.1, tokens_per_second=1000.0, held_bytes=1 << 28,
-        paper_bytes=None, device="GPU", processes=1, tuned=True, at_edge=False,
-        curve=[(10, 5.0), (20, 3.7)], training=[(1, 6.0), (2, 5.5)],
+        predicted_bytes=1 << 28, paper_bytes=None, device="GPU", processes=1, tuned=True,
+        at_edge=False, curve=[(10, 5.0), (20, 3.7)], training=[(1, 6.0), (2, 5.5)],
     )  # fmt: skip
 
 
@@ -65,6 +65,8 @@ def test_the_papers_row_stands_beside_the_same_training_and_no_other(base: Outco
     assert made["pamm"]["learning rate"] == "0.001, q/k/v x 0.25 (edge)"
     assert made["gate"]["learning rate"] == "0.001, gate/up x 0.25"
     assert tables.ratio_name(outcomes[5]) == "pamm on gate/up, gate/up rate x 0.25"
+    whole = variant(base, "some", 41.0, method="sampled", directions=64)
+    assert tables.ratio_name(whole) == "sampled, 64 directions"
     for name in ("slow", "strict", "compact", "gate", "nan"):
         assert made[name]["paper: perplexity"] == ""
     assert made["nan"]["perplexity"] == "not finite"

@@ -44,6 +44,8 @@ class Outcome:
     tokens_per_second: float | None
     """``None`` if other trainings took turns on the device, or may have."""
     held_bytes: int
+    """As measured: trainings before 2026-11-29 did not see the state of "sampled"."""
+    predicted_bytes: int
     paper_bytes: int | None
     device: str
     processes: int
@@ -183,6 +185,7 @@ def _run(folder: Path) -> list[Outcome]:
             spread=None,
             tokens_per_second=result.tokens_per_second if result.sharing == 1 else None,
             held_bytes=result.held_bytes,
+            predicted_bytes=result.predicted_bytes,
             paper_bytes=result.paper_bytes,
             device=result.device,
             processes=result.processes,
@@ -216,7 +219,7 @@ def _outcomes(study: Study, folder: Path) -> list[Outcome]:
                 key: row[key]
                 for key in (
                     *("lr", "lr_factor", "seeds", "perplexity", "spread"),
-                    *("held_bytes", "paper_bytes", "device"),
+                    *("held_bytes", "predicted_bytes", "paper_bytes", "device"),
                 )
             },
         )

@@ -27,9 +27,12 @@ def pictures(source: str, outcomes: list[Outcome], tuning: Tuning) -> dict[str, 
             level, "ratio r = k / b (log scale)", f"Perplexity over the ratio: {source}",
             ratios=True,
         )  # fmt: skip
-    if len({each.method for each in kept}) > 1:
+    holding = [
+        each for each in kept if _bytes_per_token(each)
+    ]  # others have no place on a log axis
+    if len({each.method for each in holding}) > 1:
         made["bytes"] = study_plots.with_errors(
-            _series(kept, ratio_name, _bytes_per_token), level,
+            _series(holding, ratio_name, _bytes_per_token), level,
             "bytes held per token and block (log scale)", f"Perplexity over bytes held: {source}",
         )  # fmt: skip
     by_tolerance = [each for each in outcomes if each.method == "pamm"]
@@ -110,4 +113,5 @@ def _point(place: float, outcome: Outcome) -> Point:
 def _bytes_per_token(outcome: Outcome) -> float:
     assert isinstance(outcome.config.model, dict)
     blocks = outcome.config.model["num_hidden_layers"]
-    return outcome.held_bytes / outcome.config.tokens_per_pass / blocks
+    held = outcome.held_bytes or outcome.predicted_bytes
+    return held / outcome.config.tokens_per_pass / blocks
