@@ -338,6 +338,38 @@ class TestSwitch:
         assert_as_peft(model, lora(), approximate="nothing")
 
 
+READ_X = {name: SETTINGS[name] for name in ("fp32", "bf16", "q and v", "rank-stabilised")}
+
+
+@pytest.mark.parametrize("settings", READ_X.values(), ids=READ_X.keys())
+class TestXMadeAgain:
+    """Behind PEFT's cast too: fp32 adapters on a base in bf16 are its default."""
+
+    @pytest.mark.parametrize("autocast", [False, True])
+    def test_recomputing_changes_no_bit(self, settings: dict[str, Any], autocast: bool) -> None:
+        model, plain = lora(**settings), lora(**settings)
+        pamm.convert(model, pamm.PammConfig("recompute"))
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            assert_as_peft(model, plain, approximate="nothing")
+
+    @pytest.mark.parametrize("autocast", [False, True])
+    @pytest.mark.parametrize("method", ["recompute", "sampled"])
+    def test_nothing_of_x_is_held(
+        self, settings: dict[str, Any], method: str, autocast: bool
+    ) -> None:
+        model = lora(**settings)
+        model.enable_input_require_grads()  # else the first X depends on no weight, and is kept
+        report = pamm.convert(model, pamm.PammConfig(method))
+        assert len(report.converted) == BLOCKS
+        expected = BLOCKS * 8 if method == "sampled" else 0
+        assert held(model, group_layers(model), autocast) == report.held_bytes(TOKENS) == expected
+
+    def test_sampling_leaves_all_but_lora_A_as_in_peft(self, settings: dict[str, Any]) -> None:
+        model = lora(**settings)
+        pamm.convert(model, pamm.PammConfig("sampled", 1 / 4))
+        assert_as_peft(model, lora(**settings))
+
+
 class TestRefused:
     @pytest.mark.parametrize(
         ("change", "reason"),
@@ -356,13 +388,17 @@ class TestRefused:
         with pytest.raises(pamm.NothingToConvertError, match=f"PEFT's {reason}"):
             pamm.convert(lora(**settings), CONFIG)
 
-    def test_recomputing_what_peft_casts(self) -> None:
-        recompute = pamm.PammConfig(method="recompute")
-        with pytest.raises(pamm.NothingToConvertError, match="PEFT casts X"):
-            pamm.convert(lora(), recompute)
-        model = lora(adapter_fp32=False)  # there nothing is cast
-        pamm.convert(model, recompute)
-        assert_as_peft(model, lora(adapter_fp32=False), approximate="nothing")
+    @pytest.mark.parametrize(
+        ("settings", "reason"),
+        [
+            ({"use_dora": True}, "X is no module's output"),
+            ({"lora_dropout": 0.05}, "lora_dropout.default, which makes X, draws random numbers"),
+        ],
+        ids=["DoRA", "dropout"],
+    )
+    def test_an_x_that_cannot_be_made_again(self, settings: dict[str, Any], reason: str) -> None:
+        with pytest.raises(pamm.NothingToConvertError, match=reason):
+            pamm.convert(lora(**settings), pamm.PammConfig("recompute"))
 
     def test_adalora(self) -> None:
         config = peft.AdaLoraConfig(target_modules=list(NAMES), total_step=10)

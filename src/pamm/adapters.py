@@ -151,15 +151,6 @@ def obstacle(model: nn.Module, names: Iterable[str]) -> str | None:
     return None
 
 
-def is_cast(model: nn.Module, names: Iterable[str]) -> bool:
-    """Whether one of these layers is a ``lora_A`` of another dtype than X."""
-    owned = [_owner(model, name) for name in names]
-    return any(
-        owner is not None and owner.lora_A[adapter].weight.dtype != _input_dtype(owner, adapter)
-        for owner, adapter in owned
-    )
-
-
 def dtypes(
     model: nn.Module, layers: dict[str, nn.Module]
 ) -> tuple[torch.dtype, tuple[torch.dtype, ...]]:

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Mapping
 
 from torch import Tensor, nn
 
-from pamm.adapters import PammAdapter, attach_adapters, detach_adapters, dtypes, is_adapter, is_cast
+from pamm.adapters import PammAdapter, attach_adapters, detach_adapters, dtypes, is_adapter
 from pamm.bypass import fused, refuse_bypasses
-from pamm.compressors import compressor
+from pamm.compressors import Recompute, compressor
 from pamm.config import PammConfig
 from pamm.errors import NothingToConvertError, PammError, PartialGroupError
 from pamm.example import Example
@@ -120,8 +120,6 @@ def _survey(
         if problem:  # which the error says once, for all groups
             group = dataclasses.replace(group, no_source="no forward pass tells what makes X")
         reason = _reason(group, config, include, exclude) or fused(model, group.layers)
-        if config.recomputes and is_cast(model, group.layers):
-            reason = f"PEFT casts X to the dtype of the adapter, and the copy {_NOT_AGAIN}"
         if reason:
             skipped.append(SkippedGroup(group.name, tuple(group.layers), reason))
         else:
@@ -172,13 +170,15 @@ def _described(model: nn.Module, found: Found, config: PammConfig) -> ConvertedG
 def _convert(model: nn.Module, found: Found, config: PammConfig) -> None:
     layers = list(found.layers.values())
     weight = layers[0].weight
-    if config.method != "recompute":
+    adapters = {name for name in found.layers if is_adapter(model, name)}
+    # PEFT casts X for an adapter, and that copy is not what can be made again: it casts X itself.
+    if config.method != "recompute" or adapters:
         stream = Stream(config.seed, found.name, config.backend, weight.device)  # type: ignore[arg-type]
-        method = compressor(config)
+        method = Recompute(config) if config.method == "recompute" else compressor(config)
         method.prepare(features(layers[0])[0], weight.device)  # type: ignore[arg-type]
         group = Group(found.name, layers, method, stream)
         for member, (name, layer) in enumerate(found.layers.items()):
-            (PammAdapter if is_adapter(model, name) else Pamm).adopt(layer, group, member)
+            (PammAdapter if name in adapters else Pamm).adopt(layer, group, member)
         attach_adapters(model, found.layers)
     if config.recomputes:
         assert found.source is not None

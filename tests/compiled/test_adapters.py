@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import pamm
-from tests.helpers import exact_config
+from tests.helpers import exact_config, saved_tensors
 from tests.tolerances import assert_implementation_error
 
 pytest.importorskip("peft")
-from tests.test_adapters import ids, lora, step
+from tests.test_adapters import BLOCKS, TOKENS, WIDTH, ids, lora, step
 
 # The compiler warns of its own deprecated parts.
 pytestmark = pytest.mark.filterwarnings("default")
@@ -33,6 +33,23 @@ def test_compiled_as_a_whole() -> None:
     assert torch.equal(logits, expected)
     for name, gradient in gradients.items():
         assert_implementation_error(gradient, same_dtype[name], truth[name])
+
+
+@pytest.mark.parametrize("method", ["recompute", "sampled"])
+def test_pefts_fp32_copy_of_an_x_that_is_made_again_is_not_kept(method: str) -> None:
+    copies = {}
+    for name in ("plain", method):
+        model = lora()
+        model.enable_input_require_grads()  # else the first X depends on no weight, and is kept
+        if name != "plain":
+            pamm.convert(model, pamm.PammConfig(method))
+        for block in model.get_base_model().model.layers:
+            block.compile(backend="aot_eager", fullgraph=True)
+        with saved_tensors() as saved:
+            model(input_ids=ids())
+        shape = (TOKENS, WIDTH)
+        copies[name] = sum(t.shape == shape and t.dtype == torch.float32 for t in saved)
+    assert copies == {"plain": BLOCKS, method: 0}
 
 
 def test_an_adapter_added_later() -> None:

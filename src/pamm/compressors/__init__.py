@@ -8,6 +8,7 @@ from pamm.compressors.compact import CompAct
 from pamm.compressors.exact import Exact
 from pamm.compressors.pamm import Pamm
 from pamm.compressors.protocol import Compressor, Memoryless, State
+from pamm.compressors.recompute import Recompute
 from pamm.compressors.sampled import Sampled
 from pamm.compressors.subspace import Subspace
 from pamm.compressors.uniform_crs import UniformCRS
@@ -29,6 +30,7 @@ __all__ = [
     "Exact",
     "Memoryless",
     "Pamm",
+    "Recompute",
     "Sampled",
     "State",
     "Subspace",

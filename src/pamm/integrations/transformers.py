@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from pamm.bypass import checkpointing, refuse_bypasses
+from pamm.compressors import Exact
 from pamm.config import PammConfig
 from pamm.errors import PammError
 from pamm.example import Example
@@ -326,7 +327,8 @@ class PammTrainerMixin:
 
     def _section(self) -> str:
         model: Any = self.model  # type: ignore[attr-defined]
-        kept, again = len(groups(model)), len(recomputed_groups(model))
+        kept = sum(not isinstance(group.method, Exact) for group in groups(model))
+        again = len(recomputed_groups(model))
         text = "## PAMM\n\nTrained with `pamm-torch`. "
         if kept:
             text += f"The weight gradients of {kept} groups of linear layers were approximate. "
