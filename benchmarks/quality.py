@@ -261,7 +261,7 @@ def main() -> None:
     number, of = map(int, options.shard.split("/"))
     runs = [json.loads(line) for line in options.study.read_text().splitlines() if line.strip()]
     data, began = Data(options.tokens), time.perf_counter()
-    for run in [run for run in runs if run not in done][number::of]:
+    for run in [run for run in runs[number::of] if run not in done]:
         if time.perf_counter() - began > options.limit:
             break
         torch._dynamo.reset()

@@ -100,7 +100,7 @@ class PammConfig:
     def _directions(self) -> int | None:
         value = self.directions
         if self.method != "sampled":
-            if value is not None:
+            if value:  # 0 is what replacing the method of a configuration leaves
                 raise PammError(
                     f"directions is {value}, which method 'sampled' alone has; leave it out with "
                     f"{self.method!r}."

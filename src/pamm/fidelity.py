@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pamm.compressors import Compressor, State
 from pamm.errors import PammError
-from pamm.nn import Pamm, groups, is_pamm
+from pamm.nn import Pamm, groups, is_pamm, refuse_same_names
 from pamm.sharing import Group
 from pamm.stream import Draw
 
@@ -74,7 +74,7 @@ def watch(model: nn.Module, chosen: Iterable[str] | None = None) -> Iterator[Wat
             stand for themselves and for each of their layers. The middle group by default.
 
     Raises:
-        PammError: if no converted layer and no group has such a name.
+        PammError: if no converted layer and no group has such a name, or two groups have one.
 
     Example:
         >>> import pamm
@@ -88,6 +88,7 @@ def watch(model: nn.Module, chosen: Iterable[str] | None = None) -> Iterator[Wat
         1.0
     """
     found = groups(model)
+    refuse_same_names(found)
     watched = Watched()
     methods = [group.method for group in found]
     picked = _picked(model, found, chosen)
@@ -130,7 +131,8 @@ def _picked(
         if layer.pamm_group.name in whole or _matches(name, patterns)
     }
     if patterns and not (whole or single):
-        raise PammError(f"no group is named like {', '.join(patterns)}; there are {names}.")
+        there = f"there are {names}" if names else "none has an approximate gradient"
+        raise PammError(f"no group is named like {', '.join(patterns)}; {there}.")
     return {name: of_group[name] for name in names if name in whole} | single
 
 

@@ -1,5 +1,6 @@
 """Linear layers whose weight gradient comes from a compressed input."""
 
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeGuard
@@ -9,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from pamm.compressors import Compressor
+from pamm.errors import PammError
 from pamm.functional import autocast_dtype, cast_weights_like_autocast, linear_from_state
 from pamm.sharing import Group
 from pamm.swap import Swapped, mixed, restore
@@ -125,3 +127,18 @@ def groups(model: nn.Module) -> list[Group]:
     """The groups of a converted model, each once, in the order of its modules."""
     found = {id(m.pamm_group): m.pamm_group for m in model.modules() if is_pamm(m)}
     return list(found.values())
+
+
+def refuse_same_names(found: list[Group]) -> None:
+    """Refuse to tell groups apart by names that do not.
+
+    Raises:
+        PammError: if two groups have one name.
+    """
+    counts = Counter(group.name for group in found)
+    if twice := [name for name, count in counts.items() if count > 1]:
+        raise PammError(
+            f"{counts[twice[0]]} groups are named {twice[0]}, because parts of this model were "
+            "converted apart; they would draw alike as well. Convert the whole model, with include "
+            "for its parts."
+        )

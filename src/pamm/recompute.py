@@ -24,7 +24,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from pamm.functional import cast_like_autocast
+from pamm.functional import autocast_dtype
 from pamm.nn import is_pamm
 from pamm.swap import Swapped, restore, swap
 
@@ -81,10 +81,16 @@ class Recomputation:
 
     Args:
         function: the module's forward; the same input gives the same output.
+        weights: gives the module's parameters, which must be the same in backward.
     """
 
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        self._function = function
+    def __init__(
+        self,
+        function: Callable[[Tensor], Tensor],
+        weights: Callable[[], Iterable[nn.Parameter]] = tuple,
+    ) -> None:
+        self._function, self._weights = function, weights
+        self._kept = [_Kept.of(weight) for weight in weights()]
         self._count = 0
         self._saved: dict[int, Tensor] = {}
         self._again: Tensor | None = None
@@ -93,7 +99,7 @@ class Recomputation:
         """The output, of which neither it nor what its backward needs is kept; h is."""
         self._needs_grad, self._autocast = h.requires_grad, _autocast(h.device.type)
         with saved_tensors_hooks(self._pack, _unpack):
-            x = self._function(h)
+            x = self._output(h)
         self._stride = x.stride()
         return _Keep.apply(x, h, self)
 
@@ -110,8 +116,23 @@ class Recomputation:
         self._again = None
 
     def saved(self, number: int) -> Tensor:
-        """Tensor ``number`` of those that the module's own backward needs; each is asked once."""
+        """Tensor ``number`` of those that the module's own backward needs; each is asked once, and
+        let go of: a loss that is held holds this object.
+        """
+        if number not in self._saved:
+            raise RuntimeError(
+                f"a saved tensor of {self._function} was read twice, and its input is made again "
+                "once in backward. Leave its group out of the conversion (exclude), or convert it "
+                "with a method that keeps something of X, such as PammConfig('subspace')."
+            )
         return self._saved.pop(number)
+
+    def _output(self, h: Tensor) -> Tensor:
+        """What the function returns, laid out as the linear layers need it: of another layout each
+        of them would make, and keep, a copy of its own.
+        """
+        x = self._function(h)
+        return x if x.ndim <= 2 else x.contiguous()
 
     def _pack(self, tensor: Tensor) -> "Packed | _Kept":
         if isinstance(tensor, nn.Parameter):
@@ -120,6 +141,13 @@ class Recomputation:
         return self, self._count - 1
 
     def _recompute(self, h: Tensor) -> None:
+        weights = list(self._weights())
+        if [id(weight) for weight in weights] != [id(kept.unchanged()) for kept in self._kept]:
+            raise RuntimeError(
+                f"the weights of {self._function} are not those of the forward pass, from which "
+                "its output must be made again. Call backward before weights are exchanged, and "
+                "inside torch.func.functional_call."
+            )
         saved: list[Tensor] = []
 
         def collect(tensor: Tensor) -> Tensor:
@@ -134,7 +162,7 @@ class Recomputation:
             self._autocast(),
             saved_tensors_hooks(collect, lambda tensor: tensor),
         ):
-            again = self._function(h).detach()
+            again = self._output(h).detach()
         if again.stride() != self._stride:  # h came back from a hook with others
             again = torch.empty_strided(
                 again.shape, self._stride, dtype=again.dtype, device=again.device
@@ -170,14 +198,18 @@ _CONTEXTS = functools.partial(create_selective_checkpoint_contexts, _policy)
 class Recomputed(Swapped):
     """Mixed into the class of the module that makes X: its output is made again in backward."""
 
-    def forward(self, h: Tensor) -> Tensor:
-        """The module's own forward."""
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The module's own forward; of one tensor the output is made again."""
         plain = super().forward  # type: ignore[misc]
-        if not (self.training and torch.is_grad_enabled()):
-            return plain(h)
+        is_one = len(args) == 1 and not kwargs
+        if not (is_one and self.training and torch.is_grad_enabled()):
+            return plain(*args, **kwargs)
+        (h,) = args
         if torch.compiler.is_compiling():
             return checkpoint(plain, h, use_reentrant=False, context_fn=_CONTEXTS)  # type: ignore[return-value]
-        return Recomputation(plain).run(h) if self._keeps_its_weights() else plain(h)
+        if not self._keeps_its_weights():
+            return plain(h)
+        return Recomputation(plain, self.parameters).run(h)
 
     def _keeps_its_weights(self) -> bool:
         """Whether backward finds them as they are: not under ``functional_call``, nor where FSDP2
@@ -200,7 +232,7 @@ class Recomputing(Swapped):
         is_trained = self.weight.requires_grad and torch.is_grad_enabled()
         if is_pamm(self) or torch.compiler.is_compiling() or not is_trained:
             return plain(input)  # a PAMM layer first takes the cast that its group shares
-        cast, *_ = cast_like_autocast(input, self.weight, None)
+        cast = input.to(autocast_dtype(input))
         with self._saving(input, cast):
             return plain(cast)
 

@@ -69,7 +69,7 @@ def drawn(
     """c tokens and their weights 1 / q, systematically: at equal steps along the sum of q.
 
     ``offset`` is the place of the first in its step. Where sum q is not c but near it, the expected
-    number of draws of i is q_i c / sum q, and the weight its inverse. NaN where q has any.
+    number of draws of i is q_i c / sum q, and the weight its inverse.
     """
     units = (q * UNIT).nan_to_num().long()
     along = units.cumsum(0)
@@ -79,7 +79,7 @@ def drawn(
     upto = torch.where(along == total, c, upto)
     index = torch.searchsorted(upto, torch.arange(c, device=q.device), right=True)
     weight = total.to(q.dtype) / c / units[index].to(q.dtype)
-    return index, weight + 0 * q.sum()
+    return index, weight
 
 
 def directions(most: int, n: int) -> int:
@@ -122,15 +122,16 @@ def rows(
 ) -> tuple[Float[Tensor, "rows padded_n"], Float[Tensor, "rows padded_m"]]:
     """What stands for X and for G, in G's dtype: G_c.T @ X_c is about G.T @ X.
 
-    The c drawn rows, times the weights on X's side, whose rows do not overflow; and behind them
-    those of ``whole``, less which the rows of X are. Both have ``padded`` columns, of which those
-    past n and m are zero.
+    The c drawn rows, times the weights on G's side: a weight is large where g is small, and what
+    overflows in fp16 all the same shrinks with the scale of the loss. Behind them those of
+    ``whole``, less which the rows of X are. Both have ``padded`` columns, of which those past n and
+    m are zero.
     """
-    rest, g_rows = x[index], g[index]
+    rest, g_rows = x[index], (g[index] * weight[:, None]).to(g.dtype)
     if whole is not None:
         wide = accumulation_dtype(x.dtype)
         rest = rest.to(wide) - whole.z[index].to(wide) @ whole.basis.to(wide).T
-    x_rows = (rest * weight[:, None]).to(g.dtype)
+    x_rows = rest.to(g.dtype)
     if whole is not None:
         x_rows = torch.cat((x_rows, whole.basis.T.to(g.dtype)))
         g_rows = torch.cat((g_rows, whole.inner))

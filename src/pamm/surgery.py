@@ -18,7 +18,7 @@ from pamm.config import PammConfig
 from pamm.errors import NothingToConvertError, PammError, PartialGroupError
 from pamm.example import Example
 from pamm.groups import TARGETS, Found, find
-from pamm.nn import Pamm, features, groups, is_linear, is_pamm
+from pamm.nn import Pamm, features, groups, is_linear, is_pamm, refuse_same_names
 from pamm.probe import Input, probe
 from pamm.recompute import Recomputing, attach, detach
 from pamm.report import ConvertedGroup, Report, SkippedGroup, merge_skipped
@@ -120,6 +120,8 @@ def _survey(
         if problem:  # which the error says once, for all groups
             group = dataclasses.replace(group, no_source="no forward pass tells what makes X")
         reason = _reason(group, config, include, exclude) or fused(model, group.layers)
+        if config.recomputes and group.source is not None and not reason:
+            reason = _own_forward(group.source, model.get_submodule(group.source))
         if reason:
             skipped.append(SkippedGroup(group.name, tuple(group.layers), reason))
         else:
@@ -232,15 +234,20 @@ def carried(model: nn.Module) -> dict[str, Tensor]:
     state_dict, whose keys stay those of the exact model. ``PammCallback`` saves them beside each
     checkpoint; :func:`restore_carried` gives them back.
 
+    Raises:
+        PammError: if two groups have one name, because parts of the model were converted apart.
+
     Example:
         >>> model = nn.ModuleDict({name: nn.Linear(8, 8) for name in ("query", "key", "value")})
         >>> report = convert(model, PammConfig("subspace"))
         >>> sorted(carried(model))
         ['{query,key,value}.axes', '{query,key,value}.passes']
     """
+    found = groups(model)
+    refuse_same_names(found)
     return {
         f"{group.name}.{name}": tensor
-        for group in groups(model)
+        for group in found
         for name, tensor in group.method.carried().items()
     }
 
@@ -312,6 +319,15 @@ def _reason(group: Found, config: PammConfig, include: Selector, exclude: Select
     return None
 
 
+def _own_forward(name: str, module: nn.Module) -> str | None:
+    if "forward" not in vars(module):
+        return None
+    return (
+        f"{name} was given a forward of its own, which a conversion cannot reach (hooks of "
+        "Accelerate do that where a model lies on several devices)"
+    )
+
+
 def _obstacle(layers: dict[str, nn.Module]) -> str | None:
     """Why these layers cannot be one group, or None."""
     for name, layer in layers.items():
@@ -321,6 +337,8 @@ def _obstacle(layers: dict[str, nn.Module]) -> str | None:
             kind = type(layer)
             whose = f"{kind.__module__}." if kind.__name__ == "Linear" else ""
             return f"{name} is {whose}{kind.__name__}, not nn.Linear"
+        if reason := _own_forward(name, layer):
+            return reason
         if type(layer.weight) is not nn.Parameter:
             return f"the weight of {name} is {type(layer.weight).__name__}, not a plain Parameter"
         if not layer.weight.is_floating_point():

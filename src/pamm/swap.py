@@ -19,9 +19,6 @@ class Swapped(nn.Module):
         mixin, base = type(self).__bases__
         return _rebuild, (mixin, base), self.__getstate__()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__
-
 
 @functools.cache
 def mixed(mixin: type[Swapped], base: type[nn.Module]) -> type[Any]:
@@ -47,7 +44,14 @@ def refuse_covered(model: nn.Module) -> None:
     """
     for name, module in model.named_modules():
         mixin, *base = type(module).__bases__
-        if isinstance(module, Swapped) and not (base and issubclass(mixin, Swapped)):
+        if not isinstance(module, Swapped):
+            continue
+        if "forward" in vars(module):
+            raise PammError(
+                f"{name or 'the model'} was given a forward of its own, which calls the converted "
+                "one (hooks of Accelerate do that). Remove it before pamm.revert."
+            )
+        if not (base and issubclass(mixin, Swapped)):
             raise PammError(
                 f"{name or 'the model'} is {type(module).__name__}: a parametrization (or another "
                 "change of its class) was put over the conversion. Remove it before pamm.revert: "

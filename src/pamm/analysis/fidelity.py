@@ -11,7 +11,9 @@ import pamm
 from pamm.analysis.memory import group_layers
 from pamm.compressors import compressor
 from pamm.config import PammConfig
+from pamm.errors import PammError
 from pamm.stream import Stream
+from pamm.surgery import is_converted
 from pamm.types import Compressed
 
 
@@ -32,7 +34,13 @@ class Error(NamedTuple):
 
 
 def find_groups(model: nn.Module) -> dict[str, list[str]]:
-    """Names of the layers of every group that ``pamm.convert`` finds; leaves the model as it is."""
+    """Names of the layers of every group that ``pamm.convert`` finds; leaves the model as it is.
+
+    Raises:
+        PammError: if the model is converted already, or has no such group.
+    """
+    if is_converted(model):
+        raise PammError("the model is converted; call pamm.revert first.")
     pamm.convert(model, PammConfig(method="exact"))
     layers = group_layers(model)
     pamm.revert(model)

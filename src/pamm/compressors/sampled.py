@@ -10,6 +10,8 @@ from pamm.compressors.protocol import State
 from pamm.config import PammConfig
 from pamm.stream import Draw
 
+_STEPS = 1 << 30
+
 
 class Sampled(Carrying):
     """dW ~ G_c.T @ X_c, of c drawn tokens and k directions: ``pamm.sampling`` behind the protocol.
@@ -29,8 +31,10 @@ class Sampled(Carrying):
         return sampling.directions(self.config.directions, in_features)
 
     def compress(self, x: Float[Tensor, "tokens n"], draw: Draw) -> State:
-        """A number in [0, 1), in steps of 1 / tokens; with directions, and P as it is now."""
-        offset = draw(len(x), min(1, len(x)), x.device).double() / max(len(x), 1)
+        """A number in [0, 1), in steps so fine that no token is too rare for them; with directions,
+        and P as it is now.
+        """
+        offset = draw(_STEPS, 1, x.device).double() / _STEPS
         if not self.axes.numel():
             return (offset,)
         self.move(x.device)
@@ -52,4 +56,4 @@ class Sampled(Carrying):
     def state_bytes(self, tokens: int, in_features: int, dtype: torch.dtype) -> int:
         """The number and P: X itself is made again in backward."""
         basis = in_features * self.width(in_features) * dtype.itemsize
-        return torch.float64.itemsize * min(1, tokens) + basis
+        return torch.float64.itemsize + basis

@@ -97,20 +97,20 @@ def _rows_kernel(
     x_row, x_col, g_row, g_col, x_pitch, g_pitch,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
-    """Some of the drawn rows, with n columns of X and m of G."""
+    """Some of the drawn rows, with n columns of X and m of G, which are weighted."""
     slot = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     present = (slot < c)[:, None]
     token = tl.load(index_ptr + slot, mask=slot < c, other=0)[:, None]
     weight = tl.load(weight_ptr + slot, mask=slot < c, other=0.0)[:, None]
     x_at, x_to = x_ptr + token * x_row, x_rows_ptr + slot[:, None] * x_pitch
     for start in range(0, n_even, BLOCK):
-        _copy(x_at, x_to, start, BLOCK, present, n_even, n_even, x_col, weight)
+        _copy(x_at, x_to, start, BLOCK, present, n_even, n_even, x_col, None)
     if n > 0:
-        _copy(x_at, x_to, n_even, TAIL, present, n, x_pitch, x_col, weight)
+        _copy(x_at, x_to, n_even, TAIL, present, n, x_pitch, x_col, None)
     g_at, g_to = g_ptr + token * g_row, g_rows_ptr + slot[:, None] * g_pitch
     for start in range(0, m_even, BLOCK):
-        _copy(g_at, g_to, start, BLOCK, present, m_even, m_even, g_col, None)
-    _copy(g_at, g_to, m_even, TAIL, present, m, g_pitch, g_col, None)
+        _copy(g_at, g_to, start, BLOCK, present, m_even, m_even, g_col, weight)
+    _copy(g_at, g_to, m_even, TAIL, present, m, g_pitch, g_col, weight)
 
 
 @triton.jit
@@ -127,12 +127,12 @@ def _copy(at, to, start, BLOCK: tl.constexpr, present, end, to_end, stride, weig
 
 @triton.jit(do_not_specialize=["c"])
 def _rest_kernel(
-    x_ptr, z_ptr, basis_ptr, inner_ptr, index_ptr, weight_ptr, x_rows_ptr, g_rows_ptr,
+    x_ptr, z_ptr, basis_ptr, inner_ptr, index_ptr, x_rows_ptr, g_rows_ptr,
     c, n, m, k, x_row, x_col, inner_row, x_pitch, g_pitch,
     PRECISION: tl.constexpr, OPERAND: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """For some rows and columns, weight (x - P z), or, in the first programs, P.T and z.T @ G."""
+    """For some rows and columns, x - P z, or, in the first programs, P.T and z.T @ G."""
     first = tl.cdiv(k, ROWS)
     column = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     lane = tl.arange(0, ROWS).to(tl.int64)
@@ -167,7 +167,6 @@ def _rest_kernel(
         mask = present[:, None] & inside[None, :]
         at = x_ptr + token[:, None] * x_row + column[None, :] * x_col
         rest = tl.load(at, mask=mask, other=0.0).to(tl.float32) - known
-        rest *= tl.load(weight_ptr + slot, mask=present, other=0.0)[:, None]
         at = x_rows_ptr + slot[:, None] * x_pitch + column[None, :]
         mask = present[:, None] & (column < x_pitch)[None, :]
         tl.store(at, rest.to(x_rows_ptr.dtype.element_ty), mask=mask)
@@ -205,7 +204,7 @@ def rows(
         inner = whole.inner if whole.inner.stride(1) == 1 else whole.inner.contiguous()
         programs = ceil_div(k, _REST_ROWS) + ceil_div(c, _REST_ROWS)
         _rest_kernel[(programs, ceil_div(max(padded(n), padded(m)), _REST_COLUMNS))](
-            x, z, basis, inner, index, weight, x_rows, g_rows, c, n, m, k,
+            x, z, basis, inner, index, x_rows, g_rows, c, n, m, k,
             *x.stride(), inner.stride(0), x_rows.stride(0), g_rows.stride(0),
             PRECISION=precision(x.dtype), OPERAND=operand(x.dtype),
             ROWS=_REST_ROWS, BLOCK=_REST_COLUMNS, BLOCK_K=min(64, max(16, power_of_2(k))),
