@@ -122,6 +122,66 @@ def test_a_weight_that_changes_before_backward_is_an_error(method: str, of: str)
 
 
 @METHODS
+def test_a_norms_weight_that_changes_is_an_error_where_autograd_keeps_none(method: str) -> None:
+    """h has no gradient here, so that nothing but the recomputation needs the weight."""
+    x = torch.randn(2, 5, 8)
+    model = twins(Projections(Steps()), x, method)[1]
+    model.before.requires_grad_(False)  # type: ignore[union-attr]
+    loss = model(x).square().sum()
+    with torch.no_grad():
+        model.norm.weight.mul_(3)  # type: ignore[operator,union-attr]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@METHODS
+def test_parameters_that_stand_in_for_one_call_are_refused_in_backward(method: str) -> None:
+    x = torch.randn(2, 5, 8)
+    model = twins(Projections(nn.RMSNorm(8)), x, method)[1]
+    others = {name: nn.Parameter(1.5 * p.detach()) for name, p in model.named_parameters()}
+    loss = torch.func.functional_call(model, others, (x,)).square().sum()
+    with pytest.raises(RuntimeError, match="not those of the forward pass"):
+        loss.backward()
+
+
+@METHODS
+@pytest.mark.parametrize("training", [True, False])
+def test_a_norm_may_be_called_by_keyword(method: str, training: bool) -> None:
+    x = torch.randn(2, 5, 8)
+    for model in twins(Projections(nn.LayerNorm(8)), x, method):
+        model.train(training)
+        assert torch.equal(model.norm(input=x), model.norm(x))  # type: ignore[operator]
+
+
+class _Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, h: Tensor, weight: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(h, weight)
+        return h * weight
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def]
+        h = ctx.saved_tensors[0]
+        weight = ctx.saved_tensors[1]
+        return grad * weight, (grad * h).sum((0, 1))
+
+
+class ReadTwice(Scale):
+    """Its backward unpacks what is saved twice."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        return _Twice.apply(h, self.weight)  # type: ignore[no-any-return]
+
+
+@METHODS
+def test_a_norm_that_reads_what_it_saved_twice_is_told(method: str) -> None:
+    x = torch.randn(2, 5, 8)
+    model = twins(Projections(ReadTwice()), x, method)[1]
+    with pytest.raises(RuntimeError, match=r"read twice.*exclude"):
+        model(x).sum().backward()
+
+
+@METHODS
 def test_gradients_of_some_parameters_and_then_of_all(method: str) -> None:
     x = torch.randn(2, 5, 8)
     models = twins(nn.Sequential(*(Projections(Steps()) for _ in range(2))), x, method)

@@ -13,6 +13,7 @@ from pamm import ops, sampling
 from pamm.compressors import compressor
 from pamm.kernels import sample as kernel
 from pamm.nn import groups
+from pamm.stream import Stream
 from tests.helpers import Model
 from tests.tolerances import assert_implementation_error, relative_error
 
@@ -165,6 +166,31 @@ def test_the_draw_equals_its_twin(dtype: torch.dtype, tokens: int, m: int, c: in
     again = kernel.draw(size, c, at)
     assert torch.equal(index, again[0])
     assert torch.equal(weight, again[1])
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_large_inputs_in_fp16_do_not_overflow_however_rare_the_draw(backend: str) -> None:
+    """Weights are large where gradients are small: they meet on G's side."""
+    size = torch.exp(3 * torch.randn(2048, 1, device=DEVICE)).clamp(max=20)
+    x = torch.full((2048, 8), 150.0, device=DEVICE).half()
+    g = (1e-3 * size * torch.randn(2048, 8, device=DEVICE)).half()
+    for start in range(20):
+        offset = torch.tensor([start / 20], dtype=torch.float64, device=DEVICE)
+        x_rows, g_rows = ops.sample(x, g, sampling.sizes(g), 32, offset, None, backend)
+        assert x_rows.isfinite().all()
+        assert g_rows.isfinite().all()
+
+
+def test_draws_begin_in_steps_finer_than_the_share_of_any_token() -> None:
+    """Else some tokens of a few are never drawn, and others too often."""
+    method, stream = compressor(pamm.PammConfig("sampled", 1 / 4)), Stream(0)
+    method.prepare(4, torch.device("cpu"))
+    x = torch.zeros(32, 4)
+    offsets = torch.cat([method.compress(x, stream.draw)[0] for _ in range(500)])
+    assert len(offsets.unique()) > 490
+    assert offsets.min() >= 0
+    assert offsets.max() < 1
+    assert abs(offsets.mean() - 1 / 2) < 0.05
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

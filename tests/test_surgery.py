@@ -1,11 +1,16 @@
 """Which groups are found, which are refused and why, and what the report says."""
 
+import copy
+import functools
+import pickle
+
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
 import pamm
+from pamm.fidelity import watch
 from pamm.groups import TARGETS
 from tests.helpers import Attention, Model, pamm_layers
 
@@ -222,3 +227,57 @@ class TestReport:
         text = str(pamm.convert(Model(layers=4), CONFIG, include="layers.2.*"))
         line = "skipped layers.{0,1,3}.attention.{q_proj,k_proj,v_proj}: not selected by include"
         assert line in text
+
+
+class TestForwardsOfTheirOwn:
+    """As hooks of Accelerate give to layers of a model on several devices."""
+
+    @staticmethod
+    def give_own_forward(layer: nn.Module) -> None:
+        layer.forward = functools.partial(type(layer).forward, layer)  # type: ignore[method-assign]
+
+    @pytest.mark.parametrize("method", ["pamm", "sampled", "recompute"])
+    def test_such_layers_are_refused(self, method: str) -> None:
+        model, x = Model(), torch.zeros(2, 5, 16)
+        for name, layer in model.named_modules():
+            if name.endswith("q_proj"):
+                self.give_own_forward(layer)
+        with pytest.raises(pamm.NothingToConvertError, match=r"q_proj was given a forward.*Accel"):
+            pamm.convert(model, pamm.PammConfig(method), example=x)
+
+    def test_so_is_such_a_norm(self) -> None:
+        model, x = Model(), torch.zeros(2, 5, 16)
+        for layer in model.layers:
+            self.give_own_forward(layer.norm)  # type: ignore[arg-type]
+        with pytest.raises(pamm.NothingToConvertError, match="norm was given a forward"):
+            pamm.convert(model, example=x)
+        assert pamm.convert(model, pamm.PammConfig("pamm"), example=x).converted
+
+    def test_given_later_it_keeps_them_from_being_reverted(self) -> None:
+        model, x = Model(), torch.zeros(2, 5, 16)
+        pamm.convert(model, pamm.PammConfig("pamm"), example=x)
+        self.give_own_forward(model.layers[1].attention.k_proj)  # type: ignore[union-attr, arg-type]
+        with pytest.raises(pamm.PammError, match=r"k_proj was given a forward.*before pamm.revert"):
+            pamm.revert(model)
+        assert model.layers[0].attention.q_proj.pamm_group  # type: ignore[union-attr]
+
+
+def test_parts_converted_apart_are_not_told_apart_by_name() -> None:
+    model = nn.ModuleDict({name: Model(layers=1) for name in "ab"})
+    for part in model.values():
+        pamm.convert(part, pamm.PammConfig("subspace"), example=torch.zeros(2, 5, 16))
+    for look in (pamm.carried, lambda m: watch(m).__enter__()):
+        with pytest.raises(pamm.PammError, match=r"2 groups are named layers.0.*Convert the whole"):
+            look(model)
+
+
+def test_a_copy_of_a_compiled_layer_has_weights_of_its_own() -> None:
+    layer = nn.ModuleDict({name: nn.Linear(8, 8) for name in ("query", "key", "value")})
+    pamm.convert(layer, pamm.PammConfig("pamm"))
+    layer["query"].compile(backend="eager")
+    twin = copy.deepcopy(layer)
+    with torch.no_grad():
+        twin["query"].weight.zero_()
+        twin["query"].bias.zero_()
+    assert twin["query"](torch.ones(3, 8)).eq(0).all()
+    assert pickle.loads(pickle.dumps(layer))["query"].weight.equal(layer["query"].weight)

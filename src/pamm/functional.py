@@ -16,6 +16,7 @@ from pamm.types import Compressed
 _MODULES_ALONE = {
     "subspace": "carries directions from step to step",
     "sampled": "has the norm in front make X again",
+    "recompute": "has the norm in front make X again",
 }
 
 

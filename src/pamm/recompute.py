@@ -99,7 +99,7 @@ class Recomputation:
         """The output, of which neither it nor what its backward needs is kept; h is."""
         self._needs_grad, self._autocast = h.requires_grad, _autocast(h.device.type)
         with saved_tensors_hooks(self._pack, _unpack):
-            x = self._output(h)
+            x = self._function(h)
         self._stride = x.stride()
         return _Keep.apply(x, h, self)
 
@@ -126,13 +126,6 @@ class Recomputation:
                 "with a method that keeps something of X, such as PammConfig('subspace')."
             )
         return self._saved.pop(number)
-
-    def _output(self, h: Tensor) -> Tensor:
-        """What the function returns, laid out as the linear layers need it: of another layout each
-        of them would make, and keep, a copy of its own.
-        """
-        x = self._function(h)
-        return x if x.ndim <= 2 else x.contiguous()
 
     def _pack(self, tensor: Tensor) -> "Packed | _Kept":
         if isinstance(tensor, nn.Parameter):
@@ -162,7 +155,7 @@ class Recomputation:
             self._autocast(),
             saved_tensors_hooks(collect, lambda tensor: tensor),
         ):
-            again = self._output(h).detach()
+            again = self._function(h).detach()
         if again.stride() != self._stride:  # h came back from a hook with others
             again = torch.empty_strided(
                 again.shape, self._stride, dtype=again.dtype, device=again.device

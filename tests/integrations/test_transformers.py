@@ -138,12 +138,15 @@ def test_the_side_file_of_a_model_converted_before_does_not_make_up_settings(
     }
 
 
-def test_a_model_converted_before_is_left_alone(tmp_path: Path) -> None:
+def test_a_model_converted_before_is_left_alone_and_the_log_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     model = llama()
     pamm.convert(model, pamm.PammConfig("pamm", 1 / 2))
     before = groups(model)
     callback = PammCallback(CONFIG)
     trainer(tmp_path, callback, model).train()
+    assert "stays as it is" in caplog.text
     assert groups(model) == before
     assert callback.report is None
 
@@ -157,12 +160,17 @@ def test_a_model_without_attention_is_an_error_and_not_a_silent_exact_run(tmp_pa
         trainer(tmp_path, PammCallback(CONFIG), model)
 
 
+@pytest.mark.parametrize("method", ["pamm", "sampled", "recompute"])
 @pytest.mark.parametrize("count", [1, 6])
-def test_layers_that_are_replaced_after_conversion_are_an_error(tmp_path: Path, count: int) -> None:
+def test_layers_that_are_replaced_after_conversion_are_an_error(
+    tmp_path: Path, count: int, method: str
+) -> None:
     """As Accelerate does when it prepares a model for fp8."""
     model = llama()
-    made = trainer(tmp_path, PammCallback(CONFIG), model)
-    names = [name for name, layer in model.named_modules() if layer in pamm_layers(model)]
+    made = trainer(tmp_path, PammCallback(pamm.PammConfig(method)), model)
+    names = [
+        name for name, _ in model.named_modules() if name[-6:] in ("q_proj", "k_proj", "v_proj")
+    ]
     for name in names[:count]:
         parent, _, child = name.rpartition(".")
         old = model.get_submodule(name)

@@ -186,7 +186,7 @@ def _device(name: str) -> Any:
     if name not in ("cuda", "cpu"):
         raise PammError(f"--device is {name!r}; choose cuda, cpu or auto.")
     if name == "cuda" and not torch.cuda.is_available():
-        raise PammError("--device is cuda, but torch finds no GPU; choose cpu or auto.")
+        raise PammError("this is to run on cuda, but torch finds no GPU.")
     return torch.device(name)
 
 

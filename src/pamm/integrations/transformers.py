@@ -85,7 +85,7 @@ class PammCallback(TrainerCallback):
             "widen": widen,
             "example": example,
         }
-        self._converted: list[str] = []
+        self._converted: dict[str, int] = {}
 
     def on_init_end(
         self,
@@ -141,7 +141,7 @@ class PammCallback(TrainerCallback):
 
     def write_side_file(self, folder: Path) -> None:
         """Write ``pamm_config.json``: the settings, and the groups by name."""
-        text = json.dumps({**self.settings(), "groups": self._converted}, indent=2)
+        text = json.dumps({**self.settings(), "groups": [*self._converted]}, indent=2)
         (folder / SIDE_FILE).write_text(text + "\n", encoding="utf-8")
 
     def settings(self) -> dict[str, Any]:
@@ -180,6 +180,12 @@ class PammCallback(TrainerCallback):
         is_new = not is_converted(model)
         if is_new:
             self.report = convert(model, self.config, **self._select)
+        elif not self._converted and state.is_world_process_zero:
+            _log.warning(
+                "the model was converted before this PammCallback came to it, and stays as it is: "
+                "%s is not applied. For other layers call pamm.convert yourself.",
+                self.config,
+            )
         if is_new or not self._converted:
             self._converted = _groups(model)
         tag = getattr(model, "add_model_tags", None)
@@ -190,7 +196,8 @@ class PammCallback(TrainerCallback):
 
     def _check(self, model: nn.Module) -> None:
         """What prepares a model for fp8 puts layers of its own in place of converted ones."""
-        lost = sorted({*self._converted} - {*_groups(model)})
+        there = _groups(model)
+        lost = sorted(name for name, n in self._converted.items() if there.get(name) != n)
         if lost:
             raise PammError(
                 f"{len(lost)} of {len(self._converted)} converted groups are gone, {lost[0]} for "
@@ -208,11 +215,10 @@ def _run(checkpoint: Path) -> Any:
         return None
 
 
-def _groups(model: nn.Module) -> list[str]:
-    """Names of the groups whose layers are all there."""
-    count = {group.name: len(group.layers) for group in groups(model)}
-    there = Counter(layer.pamm_group.name for layer in model.modules() if is_pamm(layer))
-    return [name for name in count if there[name] == count[name]] + [*recomputed_groups(model)]
+def _groups(model: nn.Module) -> dict[str, int]:
+    """The groups by name, with how many converted layers each has."""
+    count = Counter(layer.pamm_group.name for layer in model.modules() if is_pamm(layer))
+    return count | {name: len(layers) for name, layers in recomputed_groups(model).items()}
 
 
 def _split_param_groups(optimizer: Optimizer, model: nn.Module, lr_factor: float) -> None:
