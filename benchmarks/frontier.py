@@ -141,7 +141,7 @@ def title(studies: list[Study]) -> str:
     return (
         f"Studies {', '.join(study.name for study in studies)}: filled, {len(first.seeds)} seeds, "
         f"{final:,} steps; hollow, one seed, {short:,} steps\n"
-        "all at their best rate, triangles with a quarter of it on q, k and v"
+        "at their best rate (directions: at exact's), triangles with a quarter of it on q, k and v"
     )
 
 

@@ -105,13 +105,13 @@ def _model_part(records: list[Record]) -> list[str]:
 
 def _breakdown_part(records: list[Record]) -> list[str]:
     lines = []
-    for model, arm in dict.fromkeys((record["model"], record["arm"]) for record in records):
-        rows = [r for r in records if (r["model"], r["arm"]) == (model, arm)]
+    keys = ("model", "arm", "device")
+    for model, arm, device in dict.fromkeys(tuple(r[key] for key in keys) for r in records):
+        rows = [r for r in records if tuple(r[key] for key in keys) == (model, arm, device)]
         first = rows[0]
         lines += [
             "",
-            f"## Where the time of {arm} goes: {model}, {first['layers']} layers, eager, "
-            f"{first['device']}",
+            f"## Where the time of {arm} goes: {model}, {first['layers']} layers, eager, {device}",
             "",
             f"One step takes {first['iteration_ms']:.1f} ms.",
             "",
@@ -126,12 +126,19 @@ def _breakdown_part(records: list[Record]) -> list[str]:
     return lines
 
 
+def _is_own_ratio(arm: str) -> bool:
+    """Whether a method is at the ratio that it has by default, which is not named, but for that of
+    the default method.
+    """
+    return ":" not in arm or arm == "sampled:1/2"
+
+
 def _speedups(records: list[Record]) -> dict[str, dict[str, float]]:
     """Speed of every method at its own ratio against exact, by the label of the case."""
     cases: dict[str, dict[str, float]] = {}
     for record in sorted(records, key=_model_order):
         exact = record["exact"]
-        if exact and record["arm"] != "exact" and ":" not in record["arm"]:
+        if exact and record["arm"] != "exact" and _is_own_ratio(record["arm"]):
             label = f"{record['model']}\n{_mode(record)}\n{_short(record['device'])}"
             speed = exact["total_ms"] / record["total_ms"]
             cases.setdefault(label, {})[record["arm"]] = speed
