@@ -11,6 +11,7 @@ from rich.table import Table
 from pamm.compressors import compressor
 from pamm.config import PammConfig
 from pamm.naming import merge_names, pattern
+from pamm.sampling import directions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +94,10 @@ class Report:
         if config.tolerance is not None:
             settings += f", tolerance {config.tolerance:g}"
         if config.directions:
-            settings += f", {config.directions} directions"
+            most = config.directions
+            used = sorted({directions(most, group.in_features) for group in self.converted})
+            settings += f", {' and '.join(map(str, used))} directions"
+            settings += f" (of {most}: a quarter of X's features at most)" * (used != [most])
         table = Table(
             title=f"pamm: {len(self.converted)} groups converted ({settings}); bytes for "
             f"{tokens:,} tokens in one forward pass",
