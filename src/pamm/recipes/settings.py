@@ -85,10 +85,20 @@ class Arm:
             raise PammError(f"arm {name!r}: {error}") from error
 
 
-def shipped(kind: str, name: str | Path) -> Path:
-    """A file of ``recipes/KIND`` by its name without a suffix; any other name as it is."""
-    inside = Path(__file__).parent / kind / f"{name}.yaml"
-    return inside if re.fullmatch(NAME, str(name)) and inside.exists() else Path(name)
+def shipped(kind: str, name: str | Path, or_on_the_hub: bool = False) -> Path:
+    """A file of ``recipes/KIND`` by its name without a suffix; any other path as it is.
+
+    Raises:
+        PammError: for a name without a suffix that is neither, unless it may be one on the hub.
+    """
+    folder, is_name = Path(__file__).parent / kind, re.fullmatch(NAME, str(name))
+    inside, given = folder / f"{name}.yaml", Path(name)
+    if is_name and inside.exists():
+        return inside
+    if is_name and not (or_on_the_hub or given.suffix or given.exists()):
+        known = ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))
+        raise PammError(f"{str(name)!r} is no file and not in recipes/{kind}; there are {known}.")
+    return given
 
 
 def whole_number(name: str, value: object, least: int) -> None:

@@ -171,3 +171,12 @@ def test_a_factor_of_the_run_is_not_for_exact_arms_and_one_of_the_arm_is() -> No
     arms = {"exact": {"method": "exact"}, "slow": {"method": "exact", "lr_factor": 0.5}, "pamm": {}}
     config = PretrainConfig.from_dict(VALUES | {"arms": arms, "lr_factor": 0.25})
     assert [config.lr_factor_of(arm) for arm in config.arms] == [1.0, 0.5, 0.25]
+
+
+def test_a_wrong_name_is_answered_with_those_that_there_are() -> None:
+    with pytest.raises(
+        PammError, match=r"'paper-3b' is no file and not in recipes/runs; .*paper-1b"
+    ):
+        PretrainConfig.load(Path("paper-3b"))
+    with pytest.raises(PammError, match=r"'llama-61m' is no file.*llama-60m"):
+        PretrainConfig.from_dict(VALUES | {"model": "llama-61m"})

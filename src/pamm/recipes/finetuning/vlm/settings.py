@@ -115,6 +115,6 @@ class VlmConfig(FinetuneConfig):
     @property
     def from_scratch(self) -> dict[str, Any] | None:
         """Keys of ``LlavaConfig`` if the model is made of a file; else None."""
-        path = shipped("models", self.model)
+        path = shipped("models", self.model, or_on_the_hub=True)
         is_file = path.suffix.lower() in (".json", ".yaml", ".yml")
         return read_mapping(path) if is_file else None
