@@ -279,5 +279,5 @@ class TestThroughConvert:
 
     def test_is_no_method_of_the_functional_layer(self) -> None:
         weight = torch.randn(4, 16, requires_grad=True)
-        with pytest.raises(pamm.PammError, match=r"use pamm\.convert"):
+        with pytest.raises(pamm.PammError, match=r"make X again.*pamm\.convert"):
             pamm.linear(self.X, weight, config=self.CONFIG, stream=pamm.Stream())
