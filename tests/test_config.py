@@ -45,6 +45,12 @@ def test_directions_for_a_method_without_them_are_refused(method: str) -> None:
         PammConfig(method, directions=8)
 
 
+def test_the_method_of_a_configuration_can_be_replaced() -> None:
+    assert dataclasses.replace(PammConfig(), method="pamm", ratio=1 / 8) == PammConfig(
+        "pamm", 1 / 8
+    )
+
+
 @pytest.mark.parametrize("directions", [-1, 0.5, "64", True])
 def test_bad_directions_say_what_is_allowed(directions: object) -> None:
     with pytest.raises(PammError, match="give a whole number, 0 or above"):

@@ -175,3 +175,10 @@ def test_a_pattern_without_groups_is_an_error() -> None:
         watch(converted(), ["layers.9.*"]),
     ):
         pass
+
+
+def test_where_all_gradients_are_exact_the_error_says_so() -> None:
+    model = Model()
+    pamm.convert(model, pamm.PammConfig("recompute"), example=torch.zeros(X))
+    with pytest.raises(pamm.PammError, match="none has an approximate gradient"), watch(model, "*"):
+        pass

@@ -3,10 +3,12 @@
 import copy
 import gc
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import pamm
@@ -279,3 +281,21 @@ def test_a_norms_input_that_is_written_to_afterwards_is_refused(
     else:
         with pytest.raises(pamm.NothingToConvertError, match="takes what is written to afterwards"):
             convert()
+
+
+@METHODS
+def test_under_autocast_each_weight_is_cast_once(method: str) -> None:
+    class Count(TorchDispatchMode):
+        casts = 0
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            self.casts += func is torch.ops.aten._to_copy.default and args[0].shape == (8, 8)
+            return func(*args, **(kwargs or {}))
+
+    x = torch.randn(2, 5, 8)
+    for model in twins(Projections(nn.LayerNorm(8)), x, method):
+        with torch.autocast("cpu", torch.bfloat16), Count() as count:
+            model(x)
+        assert count.casts == 4  # q, k, v and the layer in front

@@ -120,20 +120,13 @@ def linear(
             "Convert a model that holds the layer with pamm.convert."
         )
     method = compressor(config)
-    x, weight, bias = cast_like_autocast(x, weight, bias)
+    x, (weight, bias) = x.to(autocast_dtype(x)), cast_weights_like_autocast(weight, bias)
     state = compress_rows(method, x, stream.draw)
     return linear_from_state(x, x, weight, bias, method, state)
 
 
-def cast_like_autocast(
-    x: Tensor, weight: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """What autocast does to the arguments of ``F.linear``, so that the output dtype is the same."""
-    return x.to(autocast_dtype(x)), *cast_weights_like_autocast(weight, bias)
-
-
 def cast_weights_like_autocast(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """``cast_like_autocast`` without the input."""
+    """What autocast does to these arguments of ``F.linear``: the output dtype is the same."""
     weight = weight.to(autocast_dtype(weight))
     return weight, None if bias is None else bias.to(autocast_dtype(bias))
 

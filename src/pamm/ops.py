@@ -1,4 +1,4 @@
-"""The operations of PAMM as ``torch.library`` ops, on whichever backend serves the device.
+"""The operations of PAMM as custom operators of PyTorch, on whichever backend serves the device.
 
     pamm::draw         k of b row numbers, from a position of a stream
     pamm::draw_next    the same, after moving the position on
@@ -22,7 +22,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from pamm import sampling, subspace
 from pamm.config import BACKENDS
@@ -31,7 +31,7 @@ from pamm.kernels import plain
 from pamm.permutation import permutation_prefix
 from pamm.types import Compressed, accumulation_dtype, assignment_dtype
 
-_LIBRARY = torch.library.Library("pamm", "DEF")
+_LIBRARY = library.Library("pamm", "DEF")
 
 
 def _op(schema: str, *tags: torch.Tag) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -71,7 +71,7 @@ def _is_observed(tensor: Tensor) -> bool:
 
 def _fake(name: str) -> Callable[[Callable[..., Any]], Any]:
     """Register what the op returns, in shapes and dtypes alone."""
-    return torch.library.register_fake(f"pamm::{name}", lib=_LIBRARY)
+    return library.register_fake(f"pamm::{name}", lib=_LIBRARY)
 
 
 @_op("draw(Tensor state, int rank, SymInt tokens, SymInt k, str backend) -> Tensor")

@@ -138,8 +138,8 @@ class Recomputation:
         if [id(weight) for weight in weights] != [id(kept.unchanged()) for kept in self._kept]:
             raise RuntimeError(
                 f"the weights of {self._function} are not those of the forward pass, from which "
-                "its output must be made again. Call backward before weights are exchanged, and "
-                "inside torch.func.functional_call."
+                "its output must be made again. Call backward before weights are exchanged; give "
+                "torch.func.functional_call tensors that are no nn.Parameter."
             )
         saved: list[Tensor] = []
 

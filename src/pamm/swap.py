@@ -37,7 +37,7 @@ def restore(module: Swapped) -> None:
 
 
 def refuse_covered(model: nn.Module) -> None:
-    """Refuse to ``restore`` layers whose class something else has changed since.
+    """Refuse to ``restore`` layers whose class or forward something else has changed since.
 
     Raises:
         PammError: names the first such layer.

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+import pamm
 from pamm.analysis.fidelity import (
     Recorded,
     energy,
@@ -30,6 +31,14 @@ def test_what_is_recorded_gives_the_gradients_of_training() -> None:
             grad = recorded[name].grads[layer.rpartition(".")[2]]
             expected = model.get_submodule(layer).weight.grad
             assert torch.allclose(grad.T @ recorded[name].x, expected, atol=1e-6)
+
+
+def test_a_converted_model_is_refused_and_stays_converted() -> None:
+    model = Model()
+    pamm.convert(model, PammConfig("pamm"))
+    with pytest.raises(pamm.PammError, match=r"call pamm\.revert first"):
+        find_groups(model)
+    assert any(isinstance(module, PammLinear) for module in model.modules())
 
 
 def test_hooks_are_gone_afterwards() -> None:

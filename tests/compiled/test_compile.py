@@ -7,6 +7,7 @@ import copy
 
 import pytest
 import torch
+from torch import library
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import pamm
@@ -31,16 +32,16 @@ def sample(dtype: torch.dtype, tolerance: float | None) -> tuple[object, ...]:
 @pytest.mark.parametrize("tolerance", [None, 0.5])
 def test_ops_pass_opcheck(dtype: torch.dtype, tolerance: float | None) -> None:
     compress = sample(dtype, tolerance)
-    torch.library.opcheck(torch.ops.pamm.compress.default, compress)
+    library.opcheck(torch.ops.pamm.compress.default, compress)
     compressed = torch.ops.pamm.compress.default(*compress)
     gradient = torch.randn(60, 16, device=DEVICE, dtype=dtype)
-    torch.library.opcheck(torch.ops.pamm.weight_grad.default, (gradient, *compressed, "auto"))
+    library.opcheck(torch.ops.pamm.weight_grad.default, (gradient, *compressed, "auto"))
     state = torch.tensor([0, 1, 2], device=DEVICE)
     for op in (torch.ops.pamm.draw.default, torch.ops.pamm.draw_next.default):
-        torch.library.opcheck(op, (state, 0, 60, 7, "auto"))
-    torch.library.opcheck(torch.ops.pamm.encode.default, (compress[0], 10, "auto"))
+        library.opcheck(op, (state, 0, 60, 7, "auto"))
+    library.opcheck(torch.ops.pamm.encode.default, (compress[0], 10, "auto"))
     codes, size, _ = torch.ops.pamm.encode.default(compress[0], 10, "auto")
-    torch.library.opcheck(torch.ops.pamm.decode.default, (codes, size, 10, 24, "auto"))
+    library.opcheck(torch.ops.pamm.decode.default, (codes, size, 10, 24, "auto"))
 
 
 @pytest.mark.parametrize("k", [0, 3])
@@ -48,7 +49,7 @@ def test_sample_passes_opcheck(k: int) -> None:
     x, g = torch.randn(60, 16, device=DEVICE), torch.randn(60, 24, device=DEVICE)
     offset = torch.rand(1, dtype=torch.float64, device=DEVICE)
     whole = [*sampling.whole(x, torch.randn(16, k, device=DEVICE), g)] if k else []
-    torch.library.opcheck(
+    library.opcheck(
         torch.ops.pamm.sample.default, (x, g, sampling.sizes(g), 7, offset, whole, "auto")
     )
 
@@ -56,14 +57,14 @@ def test_sample_passes_opcheck(k: int) -> None:
 def test_project_passes_opcheck() -> None:
     x, carried = torch.randn(60, 24, device=DEVICE).bfloat16(), torch.eye(24, 6, device=DEVICE)
     drawn = torch.randperm(24, device=DEVICE)[:3]
-    torch.library.opcheck(torch.ops.pamm.project.default, (x, carried, drawn))
+    library.opcheck(torch.ops.pamm.project.default, (x, carried, drawn))
 
 
 def test_refresh_passes_opcheck() -> None:
     """Its mutations are declared; its count is read, so it cannot be traced with symbols."""
     carried, x = torch.eye(24, 7, device=DEVICE), torch.randn(60, 24, device=DEVICE)
     passes = torch.zeros(1, dtype=torch.int64)
-    torch.library.opcheck(torch.ops.pamm.refresh.default, (carried, passes, x, 64))
+    library.opcheck(torch.ops.pamm.refresh.default, (carried, passes, x, 64))
 
 
 @pytest.fixture(autouse=True)

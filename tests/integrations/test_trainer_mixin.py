@@ -150,6 +150,20 @@ def test_the_model_card_has_a_section_once(tmp_path: Path) -> None:
     assert "- pamm" in card.partition("\n---\n")[0]  # the tag
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT asks
+def test_the_model_card_calls_no_exact_gradient_approximate(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    names = ["q_proj", "k_proj", "v_proj"]
+    adapted = peft.get_peft_model(llama(), peft.LoraConfig(target_modules=names))
+    for name, model, approximate in (("a", adapted, False), ("b", llama(), True)):
+        method = "sampled" if approximate else "recompute"
+        made = trainer(tmp_path / name, model, pamm=pamm.PammConfig(method))
+        made.create_model_card(model_name="tiny")
+        card = (tmp_path / name / "README.md").read_text()
+        assert ("were approximate" in card) == approximate
+        assert "computed again in backward, exactly" in card
+
+
 def test_a_run_with_factor_and_numbers_resumes_to_the_same_weights(tmp_path: Path) -> None:
     changes: dict[str, Any] = {"pamm_lr_factor": 0.25, "pamm_log_steps": 1}
     straight, resumed = llama(), llama()
