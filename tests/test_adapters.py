@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import pamm
 from pamm.adapters import PammAdapter
 from pamm.analysis.memory import group_layers, saved_bytes
+from pamm.fidelity import watch
 from pamm.nn import groups
 from tests.helpers import NAMES, counted_compressions, exact_config, pamm_layers
 
@@ -363,6 +364,9 @@ class TestXMadeAgain:
         assert len(report.converted) == BLOCKS
         expected = BLOCKS * 8 if method == "sampled" else 0
         assert held(model, group_layers(model), autocast) == report.held_bytes(TOKENS) == expected
+        with watch(model) as watched:
+            step(model)
+        assert watched.metrics()["held_bytes"] == expected
 
     def test_sampling_leaves_all_but_lora_A_as_in_peft(self, settings: dict[str, Any]) -> None:
         model = lora(**settings)
