@@ -10,7 +10,10 @@ arms share the base weights and take turns; first without, then with gradient ch
     lora_bf16     adapters in bf16: X is kept once
     lora_velora   PEFT's own compression of the inputs of lora_A, with its defaults
     lora_exact    pamm with method "exact": fp32 adapters share X in bf16, exact gradient
-    lora_pamm     pamm
+    lora_pamm     pamm, in the paper's form
+    lora_recompute   pamm with method "recompute": X is made again in backward, exact gradient
+    lora_sampled     pamm's default: X is made again, the gradient is from half of the tokens
+    lora_bf16_recompute   adapters in bf16, and X is made again
 """
 
 import argparse
@@ -29,7 +32,14 @@ from pamm.bench.model import Steps
 from pamm.bench.records import Record, append, environment
 from pamm.bench.timing import interleave, peaks
 
-ARMS = ("lora", "lora_bf16", "lora_velora", "lora_exact", "lora_pamm")
+CONVERTED = {
+    "lora_exact": "exact",
+    "lora_pamm": "pamm",
+    "lora_recompute": "recompute",
+    "lora_sampled": "sampled",
+    "lora_bf16_recompute": "recompute",
+}
+ARMS = ("lora", "lora_bf16", "lora_velora", *CONVERTED)
 LLAMA_8B = {
     "hidden_size": 4096,
     "intermediate_size": 14336,
@@ -69,11 +79,12 @@ def make_arm(
     )
     torch.manual_seed(0)
     arm = get_peft_model(
-        copy.deepcopy(base, shared), config, autocast_adapter_dtype=name != "lora_bf16"
+        copy.deepcopy(base, shared), config, autocast_adapter_dtype="bf16" not in name
     ).train()
-    method = {"lora_pamm": "pamm", "lora_exact": "exact"}.get(name)
-    report = pamm.convert(arm, pamm.PammConfig(method=method, ratio=ratio)) if method else None
-    return arm, report
+    if name not in CONVERTED:
+        return arm, None
+    ratio_of = ratio if name == "lora_pamm" else None
+    return arm, pamm.convert(arm, pamm.PammConfig(CONVERTED[name], ratio_of))
 
 
 def measure(
@@ -157,7 +168,7 @@ def main() -> None:
             speed = record["tokens_per_s"]
             peak = record.get("peak_allocated_bytes", 0) / 2**30
             print(
-                f"checkpointing {checkpointing!s:5} {name:12} {speed:10,.0f} tokens/s "
+                f"checkpointing {checkpointing!s:5} {name:19} {speed:10,.0f} tokens/s "
                 f"({speed / first['tokens_per_s']:.3f}) peak {peak:.3f} GiB",
                 flush=True,
             )

@@ -67,4 +67,7 @@ def test_benchmark(tmp_path: Path) -> None:
     results = tmp_path / "results.jsonl"
     run("benchmarks/lora.py", str(results), "--tiny", "--repeats", "1")
     arms = [record["arm"] for record in records(results)]
-    assert len(arms) == 2 * len(set(arms)) == 10
+    assert len(arms) == 2 * len(set(arms)) == 16
+    for record in records(results):
+        if "recompute" in str(record["arm"]):
+            assert record["adapter_inputs_held_bytes"] == 0
