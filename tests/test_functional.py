@@ -226,8 +226,9 @@ def test_frozen_weight_or_no_grad_is_plain_linear() -> None:
 
 def test_output_may_be_changed_in_place() -> None:
     """Models scale queries in place; the output must not be a view that autograd guards."""
-    for shape in ((30, 12), (2, 15, 12), (12,)):
-        x = torch.randn(shape, requires_grad=True)
+    layouts = ((30, 12), "plain"), ((2, 15, 12), "plain"), ((2, 15, 12), "transposed"), ((12,), "")
+    for shape, layout in layouts:
+        x = strided(shape, layout, torch.float32).requires_grad_()
         weight, bias = torch.randn(8, 12, requires_grad=True), torch.randn(8, requires_grad=True)
         y = pamm.linear(x, weight, bias, config=COARSE, stream=Stream())
         y.mul_(2)

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import pamm
@@ -19,10 +21,10 @@ METHODS = pytest.mark.parametrize("method", ["recompute", "sampled"])
 class Projections(nn.Module):
     """q, k and v that read a norm, behind a layer."""
 
-    def __init__(self, norm: nn.Module, n: int = 8) -> None:
+    def __init__(self, norm: nn.Module, n: int = 8, bias: bool = True) -> None:
         super().__init__()
         self.before, self.norm, self.is_checkpointed = nn.Linear(n, n), norm, False
-        self.q, self.k, self.v = (nn.Linear(n, n) for _ in range(3))
+        self.q, self.k, self.v = (nn.Linear(n, n, bias) for _ in range(3))
 
     def attention(self, x: Tensor) -> Tensor:
         return torch.softmax(self.q(x) @ self.k(x).mT, -1) @ self.v(x)
@@ -299,3 +301,52 @@ def test_under_autocast_each_weight_is_cast_once(method: str) -> None:
         with torch.autocast("cpu", torch.bfloat16), Count() as count:
             model(x)
         assert count.casts == 4  # q, k, v and the layer in front
+
+
+class Alive(TorchDispatchMode):
+    """The memory of all tensors that operations inside made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(made):
+            if isinstance(leaf, Tensor):
+                storage = leaf.untyped_storage()
+                self.made.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
+        return made
+
+    def bytes(self) -> int:
+        """Of those that are still there."""
+        return sum(size for storage, size in self.made.values() if not storage.expired())
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("layout", ["transposed", "sliced"])
+@METHODS
+def test_x_that_does_not_lie_evenly_is_freed_too(
+    method: str, layout: str, bias: bool, autocast: bool
+) -> None:
+    """F.linear copies such an X for each of its readers, and keeps the copies (AIMv2)."""
+
+    class Every(Scale):
+        def forward(self, h: Tensor) -> Tensor:
+            return (h * self.weight)[..., ::2]
+
+    n = 16 if layout == "sliced" else 8
+    model = Projections(Every(n) if layout == "sliced" else Scale(n), bias=bias)
+    model.before = nn.Identity()
+    h = torch.randn(3, n, 20).mT.requires_grad_()  # as a convolution gives it
+    models = twins(model, h, method)
+    kept = []
+    for each in models:
+        with Alive() as alive, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            y = each(h)
+            kept.append(alive.bytes())
+        y.float().square().sum().backward()
+    assert_same_gradients(models)
+    one = 3 * 20 * 8 * (2 if autocast else 4)
+    assert kept[0] - kept[1] > 2.9 * one

@@ -22,6 +22,11 @@ from torch.autograd.function import once_differentiable
 from pamm.compressors import Compressor
 
 
+def even(x: Tensor) -> Tensor:
+    """x as ``F.linear`` multiplies it: a copy, if its leading axes cannot be seen as one."""
+    return x if x.ndim < 3 or x.is_contiguous() else x.reshape(-1, x.shape[-1]).view(x.shape)
+
+
 class CompressedLinear(torch.autograd.Function):
     """``F.linear`` with a weight gradient from ``state``; apply through ``functional``."""
 
@@ -40,7 +45,12 @@ class CompressedLinear(torch.autograd.Function):
         ctx.compressor, ctx.dtype = compressor, x.dtype
         ctx.is_column_major = x.ndim == 2 and x.stride() == (1, x.shape[0])
         ctx.save_for_backward(weight if ctx.needs_input_grad[0] else None, *state)
-        return F.linear(x if cast is None else cast, weight, bias)
+        x = x if cast is None else cast
+        if (read := even(x)) is x:
+            return F.linear(x, weight, bias)
+        # In steps, as F.linear does it for a weight with a gradient: here it sees one without.
+        y = F.linear(read, weight)
+        return y if bias is None else y + bias
 
     @staticmethod
     @once_differentiable

@@ -162,9 +162,6 @@ def linear_from_state(
 
     ``cast`` is x in the dtype of the weight: x itself, or made of it without a gradient.
     """
-    if method.needs_x:  # not in the state from the start, which a group shares and would keep
-        kept = x if x.dtype.itemsize < cast.dtype.itemsize else cast
-        state = (*state, kept.detach().reshape(-1, kept.shape[-1]))
     other = None if cast is x else cast
     if x.ndim != 2 and x.is_contiguous():
         # As F.linear does itself. The Function then returns a tensor of its own: of a view it made,

@@ -92,10 +92,14 @@ class Pamm(Swapped):
         group = self.pamm_group
         cast, state = group.share(self.pamm_member, input, dtype)
         method = self.pamm_watcher or group.method
-        with self._saving(input, cast):
+        kept = input if input.dtype.itemsize < cast.dtype.itemsize else cast
+        if method.needs_x:  # not in the state from the start, which a group shares and would keep
+            kept = kept.detach().reshape(-1, kept.shape[-1])
+            state = (*state, kept)
+        with self._saving(input, kept):
             return linear_from_state(input, cast, weight, bias, method, state)
 
-    def _saving(self, input: Tensor, cast: Tensor) -> AbstractContextManager[object]:
+    def _saving(self, input: Tensor, kept: Tensor) -> AbstractContextManager[object]:
         """What autograd does with what it saves: for layers whose input is made again."""
         return nullcontext()
 

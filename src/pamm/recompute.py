@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import (
@@ -24,6 +25,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from pamm.autograd import even
 from pamm.functional import autocast_dtype
 from pamm.nn import is_pamm
 from pamm.swap import Swapped, restore, swap
@@ -199,7 +201,9 @@ class Recomputed(Swapped):
             return plain(*args, **kwargs)
         (h,) = args
         if torch.compiler.is_compiling():
-            return checkpoint(plain, h, use_reentrant=False, context_fn=_CONTEXTS)  # type: ignore[return-value]
+            # Readers would make a copy of an uneven X outside, which the compiler would keep.
+            again = lambda h: even(plain(h))  # noqa: E731
+            return checkpoint(again, h, use_reentrant=False, context_fn=_CONTEXTS)  # type: ignore[return-value]
         if not self._keeps_its_weights():
             return plain(h)
         return Recomputation(plain, self.parameters).run(h)
@@ -215,6 +219,7 @@ class Recomputing(Swapped):
     """Mixed into a linear layer's class: it keeps no input that a ``Recomputed`` module made."""
 
     weight: nn.Parameter
+    bias: nn.Parameter | None
     pamm_group_name: str
 
     __reduce_ex__ = Swapped.__reduce_ex__  # not that of a class below, which can be imported
@@ -226,29 +231,33 @@ class Recomputing(Swapped):
         if is_pamm(self) or torch.compiler.is_compiling() or not is_trained:
             return plain(input)  # a PAMM layer first takes the cast that its group shares
         cast = input.to(autocast_dtype(input))
-        with self._saving(input, cast):
-            return plain(cast)
+        read = even(cast) if isinstance(self, nn.Linear) else cast
+        with self._saving(input, read):
+            if read is cast:
+                return plain(cast)
+            y = F.linear(read, self.weight)  # as F.linear would, but of a copy that is known here
+        return y if self.bias is None else y + self.bias.to(y.dtype)
 
-    def _saving(self, input: Tensor, cast: Tensor) -> AbstractContextManager[object]:
-        """X is not saved, as it is or cast: backward asks for it again."""
+    def _saving(self, input: Tensor, kept: Tensor) -> AbstractContextManager[object]:
+        """X is not saved, as it is, cast or copied: backward asks for it again."""
         # Without a gradient (the first block above a frozen embedding) X has no node that keeps h.
         # Of an X that was written to since, autograd gives none, with an error.
         keeper = None if torch.compiler.is_compiling() else input.grad_fn
         made = getattr(keeper, "recomputation", None)
         if not isinstance(made, Recomputation):
             return nullcontext()
-        addresses = {each.untyped_storage().data_ptr() for each in (input, cast)}
+        addresses = {each.untyped_storage().data_ptr() for each in (input, kept)}
 
         def pack(tensor: Tensor) -> Any:
             if tensor.untyped_storage().data_ptr() not in addresses:
                 return _Kept.of(tensor)
-            return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+            return tensor.dtype, tensor.shape
 
         def unpack(packed: Any) -> Tensor:
             if isinstance(packed, _Kept):
                 return packed.unchanged()
-            dtype, *view = packed
-            return made.output(keeper).to(dtype).as_strided(*view)
+            dtype, shape = packed
+            return made.output(keeper).to(dtype).reshape(shape)
 
         return saved_tensors_hooks(pack, unpack)
 

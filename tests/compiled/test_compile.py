@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import pamm
 from pamm import ops, sampling
 from pamm.nn import groups
-from tests.helpers import Model, saved_tensors
+from tests.helpers import Model, saved_bytes, saved_tensors
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CONFIG = pamm.PammConfig("pamm", 1 / 8)
@@ -222,6 +222,24 @@ def test_a_compiled_norm_is_made_again_without_another_sum() -> None:
         plain(x)
     kept, before = (sum(t.numel() for t in tensors) for tensors in (saved, exact))
     assert kept <= before - x.numel()
+
+
+@pytest.mark.parametrize("method", ["pamm", "recompute", "sampled"])
+def test_x_that_does_not_lie_evenly_is_not_kept_in_a_compiled_graph(method: str) -> None:
+    """Nor a copy of it, which its readers need."""
+    exact = Model(layers=1).to(DEVICE)
+    exact.layers[0].norm = RMSNorm()
+    x = torch.randn(2, 16, 20, device=DEVICE).mT.requires_grad_()
+    kept = []
+    for model in (exact, copy.deepcopy(exact)):
+        if model is not exact:
+            pamm.convert(model, pamm.PammConfig(method), example=x.detach())
+        compiled = torch.compile(model, fullgraph=True)
+        compiled(x).sum().backward()
+        with saved_tensors() as saved:
+            compiled(x)
+        kept.append(saved_bytes(saved, list(model.parameters())))
+    assert kept[0] - kept[1] > x.nbytes * 0.7
 
 
 @pytest.mark.parametrize("directions", [0, 4])
