@@ -5,7 +5,7 @@
 Needs pamm-torch[train,plots]. The same as ``pamm finetune glue`` with a file.
 """
 
-import sys
+import argparse
 from pathlib import Path
 
 from rich.console import Console
@@ -38,4 +38,8 @@ def main(
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("model", help="an encoder: its folder, or its name on the hub")
+    parser.add_argument("data", help="a folder with mrpc/train.tsv and mrpc/validation.tsv, or hub")
+    options = parser.parse_args()
+    main(options.model, options.data)

@@ -6,7 +6,7 @@
 Needs pamm-torch[train,peft,plots]. The same as ``pamm finetune vlm`` with a file.
 """
 
-import sys
+import argparse
 from pathlib import Path
 
 from rich.console import Console
@@ -38,4 +38,8 @@ def main(model: str, data: str, output: Path = Path("runs")) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("model", help="its folder, its name on the hub, or small-pixtral")
+    parser.add_argument("data", help="a folder with a folder of images for each class, or drawn")
+    options = parser.parse_args()
+    main(options.model, options.data)

@@ -54,6 +54,14 @@ def test_the_loop_on_two_processes(options: tuple[str, ...]) -> None:
     assert "step 8: loss" in out
 
 
+@pytest.mark.parametrize("name", ["finetune_glue", "finetune_vlm"])
+def test_an_example_without_its_arguments_says_which(name: str) -> None:
+    command = [sys.executable, str(EXAMPLES / f"{name}.py")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "required: model, data" in done.stderr
+
+
 def test_every_example_is_tested() -> None:
     elsewhere = ("lora", "finetune")  # test_lora_scripts, recipes/test_glue
     ours = {path.stem for path in EXAMPLES.glob("*.py") if not path.stem.startswith(elsewhere)}
