@@ -13,6 +13,11 @@ class PartialGroupError(PammError):
     """Some, but not all, readers of one input were selected; that frees no memory."""
 
 
+def said(error: Exception) -> str:
+    """What an error of another library says, to be quoted: in one line, without a full stop."""
+    return " ".join(str(error).split())[:300].rstrip(".")
+
+
 class ArmFailedError(RuntimeError):
     """The process of one training of a run ended with an error, which it has shown itself."""
 

@@ -220,6 +220,7 @@ def test_a_run_through_the_command_line(tmp_path: Path) -> None:
     assert set(ours) <= set(report)
 
     results = {path: path.stat().st_mtime_ns for path in folder.glob("runs/*/*/*/result.json")}
+    (tmp_path / "encoder").rename(tmp_path / "gone")  # nothing is left that would need it
     again = finetune_glue(dataclasses.replace(made, seeds=(0,)), tmp_path / "runs", quiet())
     assert [row["seeds"] for row in again] == [1] * 4
     assert all(path.stat().st_mtime_ns == at for path, at in results.items())
@@ -261,6 +262,14 @@ def test_a_stopped_run_ends_where_it_would_have_ended(
     assert all((whole.folder / n).read_bytes() == (broken.folder / n).read_bytes() for n in kept)
 
 
+def test_a_model_that_cannot_be_loaded_is_found_before_the_first_training(tmp_path: Path) -> None:
+    made = config(tmp_path)
+    (tmp_path / "encoder/model.safetensors").unlink()
+    with pytest.raises(PammError, match=r"cannot load .*encoder .*no file named"):
+        finetune_glue(made, tmp_path / "runs", quiet())
+    assert not (tmp_path / "runs").exists()
+
+
 def test_a_launcher_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(PammError, match="without torchrun"):
@@ -288,10 +297,10 @@ def test_what_failed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     def fail(name: str, folder: Path, workers: int | None) -> None:
         for run in GluePlan(made, folder).to_do():
             run.folder.mkdir(parents=True, exist_ok=True)
-            (run.folder / "failed.txt").write_text("Traceback\nRuntimeError: out of memory\n")
+            (run.folder / "failed.txt").write_text("Traceback\nRuntimeError: out of memory.\n")
 
     monkeypatch.setattr(module, "work", fail)
-    with pytest.raises(ArmFailedError, match=r"4 trainings failed.*: out of memory"):
+    with pytest.raises(ArmFailedError, match=r"4 trainings failed.*: out of memory\. The same"):
         finetune_glue(made, tmp_path / "runs", quiet())
 
 

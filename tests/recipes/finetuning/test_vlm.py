@@ -258,9 +258,13 @@ class TestSettings:
         assert not half.is_exact
         assert VlmArm.from_dict("a", half.to_dict(), 0) == half
 
-    @pytest.mark.parametrize("more", [{"targets": "mlp"}, {"vision": {"targets": "mlp"}}])
-    def test_gate_and_up_are_refused(self, tmp_path: Path, more: dict[str, Any]) -> None:
-        arm = VlmArm.from_dict("a", {"method": "sampled", **more}, 0)
+    @pytest.mark.parametrize("key", ["lr", "lr_factor", "targets"])
+    def test_what_the_towers_cannot_have_apart_is_refused(self, key: str) -> None:
+        with pytest.raises(PammError, match=f"vision of arm 'a' has no key '{key}'"):
+            VlmArm.from_dict("a", {"method": "pamm", "vision": {key: 1}}, 0)
+
+    def test_gate_and_up_are_refused(self, tmp_path: Path) -> None:
+        arm = VlmArm.from_dict("a", {"method": "sampled", "targets": "mlp"}, 0)
         with pytest.raises(PammError, match=r"targets of arm 'a' is 'mlp'; leave it out"):
             config(tmp_path, arms=(arm,))
 
@@ -452,6 +456,26 @@ def test_what_the_command_refuses(
     assert out.exit_code == 2
     assert says in out.output
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("missing", "says"),
+    [("", "cannot load .*none"), ("model.safetensors", "no file named"), ("lora", "PEFT says")],
+)
+def test_a_model_that_cannot_be_trained_is_found_before_the_first_training(
+    tmp_path: Path, missing: str, says: str
+) -> None:
+    made = config(tmp_path)
+    saved, lora = tmp_path / "none", {"target_modules": ["none"]} if missing == "lora" else None
+    if missing:
+        for part in load(made, ("bright sky", "dark sky"), bf16=False):
+            part.save_pretrained(saved)  # type: ignore[operator]
+        (saved / missing).unlink(missing_ok=True)
+    made = dataclasses.replace(made, model=str(saved), lora=lora)
+    with pytest.raises(PammError, match=says) as refused:
+        finetune_vlm(made, tmp_path / "runs", quiet())
+    assert ".." not in str(refused.value)
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.slow

@@ -93,6 +93,15 @@ class Plan(Generic[C]):
             runs += [run for task in self.tasks for arm in arms for run in stage(task, arm)]
         return [run for run in {run.folder: run for run in runs}.values() if not run.is_over]
 
+    def failed(self) -> list[Path]:
+        """What says why a training failed, for each that did."""
+        return sorted(self.folder.glob(f"runs/*/*/*/{FAILED}"))
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether no training is left, or to be tried again."""
+        return not (self.to_do() or self.failed())
+
     def final(self, task: str, arm: Arm) -> list[FinetuneRun]:
         """One run for each seed, at the best rate; none while that is not known."""
         best = _best(self._lr_runs(task, arm))

@@ -20,7 +20,7 @@ from pamm.errors import ArmFailedError, PammError
 from pamm.extras import require
 from pamm.recipes.checkpoints import remove_checkpoints
 from pamm.recipes.console import show_error
-from pamm.recipes.files import FAILED, lock, write_text
+from pamm.recipes.files import lock, write_text
 from pamm.recipes.finetuning.plan import FinetuneRun, Plan
 from pamm.recipes.finetuning.settings import FinetuneConfig
 from pamm.recipes.ranks import processes, rank
@@ -76,12 +76,13 @@ def run_plan(
     return plan.rows()
 
 
-def raise_failed(folder: Path) -> None:
+def raise_failed(plan: Plan[Any]) -> None:
     """Raise ``ArmFailedError`` if trainings failed."""
-    if failed := sorted(folder.glob(f"runs/*/*/*/{FAILED}")):
+    if failed := plan.failed():
+        last = failed[0].read_text().strip().splitlines()[-1].rstrip(".")
         raise ArmFailedError(
-            f"{len(failed)} trainings failed; the first says in {failed[0]}: "
-            f"{failed[0].read_text().strip().splitlines()[-1]}. The same command tries them again.",
+            f"{len(failed)} trainings failed; the first says in {failed[0]}: {last}. The same "
+            "command tries them again.",
             exit_code=1,
         )
 
@@ -140,7 +141,7 @@ def _prepare(plan: Plan[Any]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         with lock(folder / ".lock", wait=True):
             _check_same(config, folder)
-            for path in folder.glob(f"runs/*/*/*/{FAILED}"):
+            for path in plan.failed():
                 path.unlink()
             write_text(folder / CONFIG, config.to_yaml())
     except OSError as error:

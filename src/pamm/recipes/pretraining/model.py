@@ -7,7 +7,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 from transformers.utils.import_utils import is_flash_attn_2_available
 
 from pamm.config import check_keys
-from pamm.errors import PammError
+from pamm.errors import PammError, said
 from pamm.recipes.pretraining.settings import PretrainConfig
 from pamm.recipes.pretraining.tokens import Tokens
 
@@ -57,8 +57,7 @@ def llama_config(config: PretrainConfig, tokens: Tokens) -> LlamaConfig:
         with torch.device("meta"):  # shapes only: finds sizes that do not fit, and costs nothing
             LlamaForCausalLM(made)(input_ids=torch.zeros(1, 2, dtype=torch.int64))
     except Exception as error:  # of many kinds, by which value is wrong
-        reason = " ".join(str(error).split())
-        raise PammError(f"model is no LLaMA that can be built: {reason}") from error
+        raise PammError(f"model is no LLaMA that can be built: {said(error)}.") from error
     return made
 
 

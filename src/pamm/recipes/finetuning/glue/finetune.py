@@ -44,25 +44,31 @@ def finetune_glue(
         A row for each task and arm: mean, spread and scores, chosen rates, bytes held.
 
     Raises:
-        PammError: if data are missing or the folder is of another configuration.
+        PammError: if data are missing, the model cannot be loaded, or the folder is of another
+            configuration.
         ArmFailedError: if trainings failed; the others are finished then.
         KeyboardInterrupt: see ``runs.run_plan``.
     """
     plan = GluePlan(config, output / config.name)
     rows = run_plan(
-        plan, "pamm.recipes.finetuning.glue.worker", lambda: _check_data(plan), console, workers
+        plan, "pamm.recipes.finetuning.glue.worker", lambda: check(plan), console, workers
     )
     if rows:
         files = {"table.md": markdown(rows), "scores.png": picture(rows)}
         show_results(plan.folder, rows, table(rows), NOTE, files, console)
-    raise_failed(plan.folder)
+    raise_failed(plan)
     return rows
 
 
-def _check_data(plan: GluePlan) -> None:
+def check(plan: GluePlan) -> None:
+    """Find what would end every training before the first one begins."""
     config = plan.config
     needs_factor = any(run.task == config.factor_task for run in plan.to_do())
     tasks = {*config.tasks, *([config.factor_task] if needs_factor else [])}
     if config.data != HUB:
         for task in sorted(tasks):
             read_task(task, config.data)
+    if not plan.is_finished:
+        from pamm.recipes.finetuning.glue.training import load
+
+        load(config.model, TASKS[config.tasks[0]], "meta")

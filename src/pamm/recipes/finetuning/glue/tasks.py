@@ -4,7 +4,7 @@ import csv
 import dataclasses
 from pathlib import Path
 
-from pamm.errors import PammError
+from pamm.errors import PammError, said
 from pamm.extras import require
 
 HUB = "hub"
@@ -109,9 +109,9 @@ def _from_hub(name: str, split: str) -> Rows:
     try:
         found = datasets.load_dataset("nyu-mll/glue", name, split=split)
     except Exception as error:  # of many kinds: no network, no such set
-        reason = " ".join(str(error).split())
         raise PammError(
-            f"cannot load {name} of GLUE from the hub: {reason}. Give a folder of files as data."
+            f"cannot load {name} of GLUE from the hub: {said(error)}. Give a folder of files as "
+            "data."
         ) from error
     columns = [found[column] for column in TASKS[name].columns]
     return Rows(list(zip(*columns, strict=True)), [float(label) for label in found["label"]])

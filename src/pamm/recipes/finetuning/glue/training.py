@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, Trainer
 
-from pamm.errors import PammError
+from pamm.errors import PammError, said
 from pamm.integrations.transformers import PammCallback
 from pamm.padding import skip_padding
 from pamm.recipes.finetuning.glue.settings import GlueConfig
@@ -63,8 +63,10 @@ class Pad:
         return {**batch, "labels": torch.tensor([row["labels"] for row in rows])}
 
 
-def load(name: str, task: Task) -> tuple[Any, Any]:
+def load(name: str, task: Task, device: str | None = None) -> tuple[Any, Any]:
     """Tokenizer and model with a new head; its weights follow torch's seed.
+
+    On the device ``meta`` the model has no weights, though their files must be there.
 
     Raises:
         PammError: if there is no such model, or it has no head for sequences.
@@ -73,13 +75,16 @@ def load(name: str, task: Task) -> tuple[Any, Any]:
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
         model = AutoModelForSequenceClassification.from_pretrained(
-            name, num_labels=task.classes, problem_type=kind, dtype=torch.float32
+            name,
+            num_labels=task.classes,
+            problem_type=kind,
+            dtype=torch.float32,
+            device_map=device,
         )
     except (OSError, ValueError, KeyError) as error:
-        reason = " ".join(str(error).split())[:300]
         raise PammError(
-            f"cannot load {name} with a head for sequences: {reason}. Give an encoder's name on "
-            "the hub, or its folder with a tokenizer."
+            f"cannot load {name} with a head for sequences: {said(error)}. Give an encoder's name "
+            "on the hub, or its folder with a tokenizer."
         ) from error
     return tokenizer, model
 

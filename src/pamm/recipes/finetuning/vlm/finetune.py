@@ -78,7 +78,8 @@ def finetune_vlm(
         seeds, the ``confusion`` of all seeds, chosen rates, bytes held in each of ``towers``.
 
     Raises:
-        PammError: if images are missing or the folder is of another configuration.
+        PammError: if images are missing, the model cannot be loaded, or the folder is of another
+            configuration.
         ArmFailedError: if trainings failed; the others are finished then.
         KeyboardInterrupt: see ``runs.run_plan``.
     """
@@ -98,12 +99,12 @@ def finetune_vlm(
             if row is not None and row["confusion"] is not None:
                 files[f"confusion-{arm.folder}.png"] = confusion_picture(row)
         show_results(plan.folder, rows, table(rows), NOTE, files, console)
-    raise_failed(plan.folder)
+    raise_failed(plan)
     return rows
 
 
 def check(plan: VlmPlan) -> None:
-    """Find what is wrong before anything is trained; draw images if that is asked for."""
+    """Find what would end every training before the first one begins; draw images if asked to."""
     require("train", "PIL")
     if plan.config.lora is not None:
         require("peft", "peft")
@@ -112,7 +113,14 @@ def check(plan: VlmPlan) -> None:
         _draw(plan.data)
     from pamm.recipes.finetuning.vlm.image_folder import read_images
 
-    read_images(plan.data, plan.config.validation_share)
+    images, _ = read_images(plan.data, plan.config.validation_share)
+    if not plan.is_finished:
+        from pamm.recipes.finetuning.vlm.model import load, vision_tower
+        from pamm.recipes.finetuning.vlm.questions import Questions
+
+        processor, model = load(plan.config, images.classes, bf16=False, device="meta")
+        Questions(processor, images.classes, plan.config.image_size)
+        vision_tower(model)
 
 
 def _draw(folder: Path) -> None:

@@ -22,7 +22,7 @@ from transformers import (
 
 import pamm
 from pamm.config import check_keys
-from pamm.errors import PammError
+from pamm.errors import PammError, said
 from pamm.extras import require
 from pamm.recipes.finetuning.vlm.questions import question
 from pamm.recipes.finetuning.vlm.settings import VlmConfig
@@ -34,7 +34,11 @@ _SPECIAL = ("<pad>", "<unk>", "<s>", "</s>", "<image>")
 
 
 def load(
-    config: VlmConfig, classes: tuple[str, ...], bf16: bool, checkpoint: Path | None = None
+    config: VlmConfig,
+    classes: tuple[str, ...],
+    bf16: bool,
+    checkpoint: Path | None = None,
+    device: str | None = None,
 ) -> tuple[Any, nn.Module]:
     """Processor and model; new weights follow torch's seed.
 
@@ -47,6 +51,7 @@ def load(
         checkpoint: of all weights, if they are trained and training goes on. The Trainer cannot
             load it: Transformers saves some models' weights under other names than the model's,
             and the Trainer passes over names that it does not know.
+        device: of the weights; on ``meta`` there are none, though their files must be there.
 
     Raises:
         PammError: if there is no such model, or it does not answer questions about images.
@@ -58,17 +63,19 @@ def load(
         processor, model = _new(values, classes)
         if resumed is not None:
             model = AutoModelForImageTextToText.from_pretrained(resumed)
-        model.to(dtype)
+        model.to(device, dtype)
     else:
         try:
             processor = AutoProcessor.from_pretrained(config.model)
             weights = resumed or config.model
-            model = AutoModelForImageTextToText.from_pretrained(weights, dtype=dtype)
+            model = AutoModelForImageTextToText.from_pretrained(
+                weights, dtype=dtype, device_map=device
+            )
         except (OSError, ValueError, KeyError, ImportError) as error:
-            reason = " ".join(str(error).split())[:300]
             raise PammError(
-                f"cannot load {config.model} as a model that takes images and text: {reason}. Give "
-                "such a model's name on the hub, its folder with a processor, or small-pixtral."
+                f"cannot load {config.model} as a model that takes images and text: {said(error)}. "
+                "Give such a model's name on the hub, its folder with a processor, or "
+                "small-pixtral."
             ) from error
     model.config.get_text_config().use_cache = False  # in training; generation turns it on
     if config.lora is not None:
@@ -84,7 +91,7 @@ def _with_lora(model: nn.Module, lora: dict[str, Any]) -> nn.Module:
         made = LoraConfig(**{"target_modules": PROJECTIONS, **lora})
         return get_peft_model(model, made)  # type: ignore[arg-type]
     except (ValueError, TypeError) as error:
-        raise PammError(f"lora is {lora}; PEFT says: {' '.join(str(error).split())}") from error
+        raise PammError(f"lora is {lora}; PEFT says: {said(error)}.") from error
 
 
 def _new(values: dict[str, Any], classes: tuple[str, ...]) -> tuple[Any, nn.Module]:
@@ -127,8 +134,9 @@ def _new(values: dict[str, Any], classes: tuple[str, ...]) -> tuple[Any, nn.Modu
             )
         )
     except Exception as error:  # of many kinds, by which value is wrong
-        reason = " ".join(str(error).split())
-        raise PammError(f"the model's file is no Pixtral that can be built: {reason}") from error
+        raise PammError(
+            f"the model's file is no Pixtral that can be built: {said(error)}."
+        ) from error
     images = PixtralImageProcessorPil(
         size={"longest_edge": side}, patch_size={"height": patch, "width": patch}
     )

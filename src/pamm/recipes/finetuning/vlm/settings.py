@@ -53,10 +53,11 @@ class VlmArm(Arm):
             raise PammError(
                 f"vision of arm {name!r} is {values['vision']!r}; write {{ratio: 1/128}}."
             )
+        keys = [field.name for field in dataclasses.fields(PammConfig)]
+        check_keys(values["vision"], keys, f"vision of arm {name!r}")  # rates are the arm's
         made = Arm.from_dict(name, common, seed)
-        shared = {k: v for k, v in common.items() if k not in ("lr", "lr_factor")}
-        vision = Arm.from_dict(name, {**shared, **values["vision"]}, seed)
-        return cls(name, made.config, made.lr, made.lr_factor, vision.targets, vision.config)
+        vision = Arm.from_dict(name, {**common, **values["vision"]}, seed)
+        return cls(name, made.config, made.lr, made.lr_factor, made.targets, vision.config)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
