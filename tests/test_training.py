@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import pamm
+from pamm.config import METHODS
 from pamm.nn import groups
 from tests.helpers import NAMES, Model, counted_compressions, saved_bytes, saved_tensors
 
@@ -205,3 +206,24 @@ def test_training_with_pamm_lowers_the_loss() -> None:
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.3 * losses[0]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        *map(pamm.PammConfig, METHODS),
+        pamm.PammConfig("sampled", 1 / 4, directions=4),
+    ],
+    ids=str,
+)
+def test_several_gradients_in_one_backward_pass_are_those_of_several_passes(
+    config: pamm.PammConfig,
+) -> None:
+    model, x = Model().double(), torch.randn(2, 20, 16, dtype=torch.float64)
+    pamm.convert(model, config, example=x)
+    y, weights = model(x), list(model.parameters())
+    given = torch.randn(3, *y.shape, dtype=torch.float64)
+    single = [torch.autograd.grad(y, weights, each, retain_graph=True) for each in given]
+    together = torch.autograd.grad(y, weights, given, is_grads_batched=True)
+    for ours, *expected in zip(together, *single, strict=True):
+        torch.testing.assert_close(ours, torch.stack(expected))

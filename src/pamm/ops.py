@@ -58,7 +58,9 @@ def _op(schema: str, *tags: torch.Tag) -> Callable[[Callable[..., Any]], Callabl
 
 
 def _is_observed(tensor: Tensor) -> bool:
-    """Whether something looks at the ops: a compiler, a profiler, a mode, a tensor subclass."""
+    """Whether something looks at the ops: a compiler, a profiler, a mode, a tensor subclass; or
+    PyTorch's older vmap, of ``is_grads_batched``, which calls an op for each gradient.
+    """
     return (
         torch.compiler.is_compiling()
         or torch.autograd.profiler._is_profiler_enabled
@@ -66,6 +68,7 @@ def _is_observed(tensor: Tensor) -> bool:
         or tensor.device.type == "meta"
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._are_functorch_transforms_active()
+        or torch._C._functorch.is_legacy_batchedtensor(tensor)
     )
 
 
@@ -231,35 +234,40 @@ def _(carried: Tensor, passes: Tensor, x: Tensor, every: int) -> None:
 
 
 @_op(
-    "sample(Tensor x, Tensor g, Tensor size, SymInt c, Tensor offset, Tensor[] whole, str backend) "
-    "-> (Tensor, Tensor)"
+    "sample(Tensor g, Tensor x, Tensor size, SymInt c, Tensor offset, Tensor? z, Tensor? basis, "
+    "Tensor? inner, str backend) -> (Tensor, Tensor)"
 )
 def _sample(
-    x: Tensor,
     g: Tensor,
+    x: Tensor,
     size: Tensor,
     c: int,
     offset: Tensor,
-    whole: list[Tensor],
+    z: Tensor | None,
+    basis: Tensor | None,
+    inner: Tensor | None,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     twin: Any = sampling
     if _use_triton(g, backend):
         from pamm.kernels import sample as twin
-    return twin.rows(x, g, *twin.draw(size, c, offset), sampling.Whole(*whole) if whole else None)
+    whole = None if z is None else sampling.Whole(z, basis, inner)  # type: ignore[arg-type]
+    return twin.rows(x, g, *twin.draw(size, c, offset), whole)
 
 
 @_fake("sample")
 def _(
-    x: Tensor,
     g: Tensor,
+    x: Tensor,
     size: Tensor,
     c: int,
     offset: Tensor,
-    whole: list[Tensor],
+    z: Tensor | None,
+    basis: Tensor | None,
+    inner: Tensor | None,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    rows = c + (whole[0].shape[1] if whole else 0)
+    rows = c + (0 if z is None else z.shape[1])
     n, m = x.shape[1], g.shape[1]
     return g.new_empty(rows, sampling.padded(n)), g.new_empty(rows, sampling.padded(m))
 
@@ -275,7 +283,7 @@ def sample(
 ) -> tuple[Tensor, Tensor]:
     """``sampling.rows`` of X (tokens, n) and G (tokens, m), for c tokens that ``sampling.draw``
     drew by their sizes."""
-    return _sample(x, g, size, c, offset, list(whole or ()), backend)
+    return _sample(g, x, size, c, offset, *(whole or (None, None, None)), backend)
 
 
 def no_autocast(tensor: Tensor) -> AbstractContextManager[object]:

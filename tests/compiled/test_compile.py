@@ -48,9 +48,9 @@ def test_ops_pass_opcheck(dtype: torch.dtype, tolerance: float | None) -> None:
 def test_sample_passes_opcheck(k: int) -> None:
     x, g = torch.randn(60, 16, device=DEVICE), torch.randn(60, 24, device=DEVICE)
     offset = torch.rand(1, dtype=torch.float64, device=DEVICE)
-    whole = [*sampling.whole(x, torch.randn(16, k, device=DEVICE), g)] if k else []
+    whole = sampling.whole(x, torch.randn(16, k, device=DEVICE), g) if k else (None, None, None)
     library.opcheck(
-        torch.ops.pamm.sample.default, (x, g, sampling.sizes(g), 7, offset, whole, "auto")
+        torch.ops.pamm.sample.default, (g, x, sampling.sizes(g), 7, offset, *whole, "auto")
     )
 
 
