@@ -3,10 +3,13 @@
 import json
 from pathlib import Path
 
+import torch
 from rich.console import Console
 
+from pamm.bench.model import bench_model
 from pamm.bench.report import write_report
 from pamm.bench.table import model_table
+from pamm.config import PammConfig
 
 SPEEDS = Path(__file__).parents[2] / "benchmarks/results/h200/speed.jsonl"
 
@@ -37,3 +40,9 @@ def test_the_page_does_not_mix_breakdowns_of_two_cards(tmp_path: Path) -> None:
     for one, two in zip(mine, others, strict=True):
         assert "One step takes 99.9 ms" in two
         assert one.count("\n| ") == two.count("\n| ")
+
+
+def test_an_arm_that_takes_gate_and_up_too_is_a_share_of_twice_the_inputs() -> None:
+    names = ("exact", "pamm", "exact+pamm", "pamm+pamm")
+    records = bench_model("tiny", PammConfig("pamm"), torch.device("cpu"), names, 1, compiled=False)
+    assert [record["x_bytes"] / records[0]["x_bytes"] for record in records] == [1, 1, 1, 2]

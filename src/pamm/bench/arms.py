@@ -60,6 +60,11 @@ def place(name: str) -> int:
     return ARMS.index(_settings(first)["method"])
 
 
+def inputs(name: str) -> int:
+    """How many inputs X of a block an arm converts; for exact training, those of q, k and v."""
+    return max(1, sum(part != "exact" for part in name.split("+")))
+
+
 def _is_setting(name: str) -> bool:
     settings = _settings(name)
     kind = settings["method"]

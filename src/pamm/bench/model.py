@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pamm.bench.arms import make_arms
+from pamm.bench.arms import inputs, make_arms
 from pamm.bench.records import Record, environment
 from pamm.bench.timing import Mark, interleave, peaks
 from pamm.config import PammConfig
@@ -130,7 +130,7 @@ def bench_model(
             "arm": name,
             **{f"{phase}_ms": value for phase, value in medians[name].items()},
             "tokens_per_s": 1e3 * size.tokens / medians[name]["total"],
-            "x_bytes": size.layers * size.tokens * size.hidden * dtype.itemsize,
+            "x_bytes": inputs(name) * size.layers * size.tokens * size.hidden * dtype.itemsize,
             **memory[name],
             "repeats": repeats,
             **environment(device),

@@ -80,7 +80,7 @@ def _model_part(records: list[Record]) -> list[str]:
         "## Whole training steps",
         "",
         "LLaMA shapes, sequence 256, bf16 weights, fused AdamW, SDPA, loss over 32,000 words. *X "
-        "freed* is how much lower the peak is, as a share of all inputs X.",
+        "freed* is how much lower the peak is, as a share of the inputs X that the arm takes.",
         "",
         "| model | layers | tokens | mode | GPU | arm | tokens/s | exact / arm | peak allocated "
         "| X freed |",

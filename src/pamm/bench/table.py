@@ -28,7 +28,7 @@ def op_table(records: list[Record]) -> Table:
 
 
 def model_table(records: list[Record]) -> Table:
-    """One line for each arm, with the memory that PAMM frees as a share of all X."""
+    """One line for each arm, with the memory that PAMM frees as a share of the X it takes."""
     first = records[0]
     mode = "torch.compile" if first["compiled"] else "eager"
     table = _table(
