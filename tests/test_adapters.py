@@ -294,14 +294,22 @@ class TestAdapters:
         assert len(shapes) == BLOCKS
         assert torch.equal(logits, expected)
 
-    def test_around_a_converted_model(self) -> None:
-        base = llama()
-        pamm.convert(base, CONFIG)
-        model, plain = lora(base=base), lora()
-        assert_as_peft(model, plain, approximate="nothing")  # the frozen base compresses nothing
-        pamm.convert(model, CONFIG)
-        assert len(adapters(model)) == 3 * BLOCKS
-        assert_as_peft(model, plain)
+    @pytest.mark.parametrize("method", ["pamm", "sampled", "recompute"])
+    @pytest.mark.parametrize("names", [NAMES, ("q_proj", "v_proj")])
+    def test_around_a_converted_model_frees_nothing_and_that_is_told(
+        self, method: str, names: tuple[str, ...]
+    ) -> None:
+        base, config = llama(), pamm.PammConfig(method)
+        pamm.convert(base, config)
+        model, plain = (lora(base=each, target_modules=list(names)) for each in (base, llama()))
+        with pytest.warns(UserWarning, match=r"pamm.convert\(model\) after get_peft_model"):
+            assert_as_peft(model, plain, approximate="nothing")
+        with pytest.raises(pamm.PammError, match=r"call pamm.convert\(model\) first"):
+            pamm.seek(model, 0)
+        pamm.convert(model, config)
+        assert len(adapters(model)) == len(names) * BLOCKS
+        assert_as_peft(model, plain, "nothing" if method == "recompute" else "lora_A")
+        assert pamm.revert(model) == len(names) * BLOCKS  # and not the frozen layers
 
     def test_a_base_that_is_trained_as_well(self) -> None:
         model = lora()

@@ -123,6 +123,11 @@ def is_adapted(layer: nn.Module) -> bool:
     )
 
 
+def has_adapters(model: nn.Module) -> bool:
+    """Whether PEFT put LoRA on any layer."""
+    return any(is_adapted(module) for module in model.modules())
+
+
 def reads_x_itself(layer: Any, adapter: str) -> bool:
     """Whether this adapter of a LoRA layer takes X, and not a tensor made of it.
 

@@ -1,7 +1,8 @@
 """Linear layers whose weight gradient comes from a compressed input."""
 
+import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeGuard
 
@@ -80,6 +81,7 @@ class Pamm(Swapped):
     def forward(self, input: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch m"]:
         """x W.T + bias."""
         if not (self.training and self.weight.requires_grad and torch.is_grad_enabled()):
+            warn_if_frozen(self, self.pamm_group.layers)
             return super().forward(input)  # type: ignore[misc]
         weight = self.weight if isinstance(self, nn.Linear) else self.weight.T
         weight, bias = cast_weights_like_autocast(weight, self.bias)
@@ -125,6 +127,19 @@ class PammLinear(Pamm, nn.Linear):  # pyright: ignore[reportIncompatibleVariable
 def is_pamm(layer: nn.Module) -> TypeGuard[Pamm]:
     """Whether ``layer`` is converted."""
     return isinstance(layer, Pamm)
+
+
+def warn_if_frozen(layer: nn.Module, group: Iterable[nn.Module]) -> None:
+    """Say once that all layers of a group were frozen since it was converted."""
+    if torch.compiler.is_compiling() or not (layer.training and torch.is_grad_enabled()):
+        return
+    if not any(each.weight.requires_grad for each in group):  # type: ignore[union-attr]
+        warnings.warn(
+            "all weights of a converted group are frozen, so that there is nothing to free. If "
+            "PEFT's adapters are trained in their place, it is they that must be converted: call "
+            "pamm.convert(model) after get_peft_model.",
+            stacklevel=2,
+        )
 
 
 def groups(model: nn.Module) -> list[Group]:

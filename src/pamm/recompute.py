@@ -27,7 +27,7 @@ from torch.utils.checkpoint import (
 
 from pamm.autograd import even
 from pamm.functional import autocast_dtype
-from pamm.nn import is_pamm
+from pamm.nn import is_pamm, warn_if_frozen
 from pamm.swap import Swapped, restore, swap
 
 
@@ -221,15 +221,18 @@ class Recomputing(Swapped):
     weight: nn.Parameter
     bias: nn.Parameter | None
     pamm_group_name: str
+    pamm_readers: list[nn.Module]
 
     __reduce_ex__ = Swapped.__reduce_ex__  # not that of a class below, which can be imported
 
     def forward(self, input: Tensor) -> Tensor:
         """x W.T + bias."""
         plain = super().forward  # type: ignore[misc]
-        is_trained = self.weight.requires_grad and torch.is_grad_enabled()
-        if is_pamm(self) or torch.compiler.is_compiling() or not is_trained:
+        if is_pamm(self) or torch.compiler.is_compiling():
             return plain(input)  # a PAMM layer first takes the cast that its group shares
+        if not (self.weight.requires_grad and torch.is_grad_enabled()):
+            warn_if_frozen(self, self.pamm_readers)
+            return plain(input)
         cast = input.to(autocast_dtype(input))
         read = even(cast) if isinstance(self, nn.Linear) else cast
         with self._saving(input, read):
@@ -274,9 +277,10 @@ def attach(source: nn.Module, readers: Iterable[nn.Module], name: str = "") -> N
     """Let ``readers``, the group ``name``, take their input from ``source`` again, in place."""
     if not isinstance(source, Recomputed):  # which may feed several groups
         swap(source, Recomputed)
+    readers = list(readers)
     for reader in readers:
         swap(reader, Recomputing)
-        reader.pamm_group_name = name  # type: ignore[assignment]
+        reader.pamm_group_name, reader.pamm_readers = name, readers  # type: ignore[assignment]
 
 
 def detach(model: nn.Module) -> int:
@@ -284,7 +288,7 @@ def detach(model: nn.Module) -> int:
     readers = 0
     for module in model.modules():
         if isinstance(module, Recomputing):
-            del module.pamm_group_name
+            del module.pamm_group_name, module.pamm_readers
             readers += 1
         elif not isinstance(module, Recomputed):
             continue

@@ -11,7 +11,14 @@ from collections.abc import Callable, Iterable, Mapping
 
 from torch import Tensor, nn
 
-from pamm.adapters import PammAdapter, attach_adapters, detach_adapters, dtypes, is_adapter
+from pamm.adapters import (
+    PammAdapter,
+    attach_adapters,
+    detach_adapters,
+    dtypes,
+    has_adapters,
+    is_adapter,
+)
 from pamm.bypass import fused, refuse_bypasses
 from pamm.compressors import Recompute, compressor
 from pamm.config import PammConfig
@@ -80,6 +87,7 @@ def convert(
     found, report = _survey(model, config, include, exclude, targets, widen, example)
     if not found:
         raise NothingToConvertError(_nothing(model, targets, report))
+    _revert_frozen(model)
     for group in found:
         _convert(model, group, config)
     return report
@@ -194,7 +202,7 @@ def revert(model: nn.Module) -> int:
         PammError: if a layer was parametrized since (``weight_norm``); nothing is changed then.
     """
     refuse_covered(model)
-    layers = [m for m in model.modules() if is_pamm(m) or isinstance(m, Recomputing)]
+    layers = _converted(model).values()
     detach(model)  # first: what it mixed in came last
     for layer in layers:
         if is_pamm(layer):
@@ -203,9 +211,24 @@ def revert(model: nn.Module) -> int:
     return len(layers)
 
 
+def _revert_frozen(model: nn.Module) -> None:
+    """Revert what PEFT froze since it was converted: adapters are trained in its place."""
+    if has_adapters(model):
+        for name, layer in _converted(model).items():
+            if not (layer.weight.requires_grad or is_adapter(model, name)):
+                revert(layer)
+
+
 def is_converted(model: nn.Module) -> bool:
-    """Whether any layer of ``model`` is converted."""
-    return any(isinstance(module, Pamm | Recomputing) for module in model.modules())
+    """Whether any layer of ``model`` is converted; of one with adapters, any that is trained."""
+    layers = _converted(model).values()
+    is_trained = any(layer.weight.requires_grad for layer in layers)
+    return is_trained or (len(layers) > 0 and not has_adapters(model))
+
+
+def _converted(model: nn.Module) -> dict[str, Pamm | Recomputing]:
+    named = model.named_modules()
+    return {name: layer for name, layer in named if isinstance(layer, Pamm | Recomputing)}
 
 
 def seek(model: nn.Module, step: int) -> None:

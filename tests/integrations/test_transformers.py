@@ -4,6 +4,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from torch import Tensor
@@ -149,6 +150,15 @@ def test_a_model_converted_before_is_left_alone_and_the_log_says_so(
     assert "stays as it is" in caplog.text
     assert groups(model) == before
     assert callback.report is None
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT asks
+def test_adapters_on_a_model_converted_before_are_converted(tmp_path: Path) -> None:
+    model = llama()
+    pamm.convert(model, CONFIG)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "v_proj"]))
+    trainer(tmp_path, PammCallback(CONFIG), adapted).train()
+    assert {type(layer).__name__ for layer in pamm_layers(adapted)} == {"PammAdapterLinear"}
 
 
 def test_a_model_without_attention_is_an_error_and_not_a_silent_exact_run(tmp_path: Path) -> None:
