@@ -148,3 +148,9 @@ def test_bad_files_are_refused(tmp_path: Path, name: str, content: str, message:
 def test_missing_file(tmp_path: Path) -> None:
     with pytest.raises(PammError, match=r"cannot read .*No such file"):
         PammConfig.load(tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize("values", [None, "pamm"])
+def test_what_is_no_mapping_is_refused(values: object) -> None:
+    with pytest.raises(PammError, match=r"the PAMM configuration is .*; give a mapping"):
+        PammConfig.from_dict(values)  # type: ignore[arg-type]

@@ -339,6 +339,23 @@ def test_compress_and_approx_matmul_refuse_what_they_cannot_take() -> None:
     for b in (torch.randn(29, 4), torch.randn(30), torch.randn(30, 4).double()):
         with pytest.raises(PammError, match=r"torch.float32 matrix of 30 rows"):
             approx_matmul(compressed, b)
+    for a in ([[1.0]], torch.randn(3, 4).numpy()):
+        with pytest.raises(PammError, match=f"got {type(a).__name__}"):
+            compress(a)
+    with pytest.raises(PammError, match=r"config is 0\.25; give a PammConfig"):
+        compress(torch.randn(3, 4), 0.25)
+    with pytest.raises(PammError, match=r"what pamm.compress made of A.* got torch.float32"):
+        approx_matmul(torch.randn(30, 4), compressed)
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_linear_refuses_a_method_by_its_name_and_no_stream(trained: bool) -> None:
+    linear, x = inspect.unwrap(pamm.linear), torch.randn(3, 4)
+    weight = torch.randn(2, 4, requires_grad=trained)
+    with pytest.raises(PammError, match="config is 'pamm'; give a PammConfig"):
+        linear(x, weight, config="pamm", stream=Stream())
+    with pytest.raises(PammError, match=r"stream is None; give a pamm.Stream"):
+        linear(x, weight, config=COARSE, stream=None)
 
 
 @pytest.mark.parametrize("duplicates", [False, True])

@@ -1,6 +1,7 @@
 """Parameter groups: the learning-rate factor, and what is decayed."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -57,10 +58,15 @@ def test_schedulers_keep_the_factor() -> None:
     [
         ({"lr": 0}, "lr is 0; give a number above 0"),
         ({"lr": math.nan}, "lr is nan"),
+        ({"lr": math.inf}, "lr is inf"),
+        ({"lr": "1e-3"}, "lr is '1e-3'; give a number above 0"),
+        ({"lr_factor": None}, "lr_factor is None"),
+        ({"weight_decay": None}, "weight_decay is None"),
+        ({"model": [nn.Parameter(torch.ones(2))]}, "model is list; give the model itself"),
         ({"lr_factor": -1}, "lr_factor is -1"),
         ({"weight_decay": -0.1}, "weight_decay is -0.1; give a number, 0 or above"),
     ],
 )
-def test_bad_numbers(arguments: dict[str, float], message: str) -> None:
+def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(pamm.PammError, match=message):
-        pamm.param_groups(Model(), **{"lr": 1.0, "lr_factor": 1.0, **arguments})
+        pamm.param_groups(**{"model": Model(), "lr": 1.0, "lr_factor": 1.0, **arguments})

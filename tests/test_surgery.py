@@ -3,6 +3,7 @@
 import copy
 import functools
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -199,6 +200,36 @@ def test_a_configuration_of_another_kind_is_refused(config: object) -> None:
     with pytest.raises(pamm.PammError, match=r"config is .*give a PammConfig"):
         pamm.convert(model, config)  # type: ignore[arg-type]
     assert not pamm_layers(model)
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda _: pamm.convert(None), "model is NoneType; give the model itself"),  # type: ignore[arg-type]
+        (lambda _: pamm.revert("gpt2"), "model is str"),  # type: ignore[arg-type]
+        (lambda m: pamm.seek(m.parameters(), 1), "model is generator"),
+        (lambda _: pamm.carried(Model), "model is type"),  # type: ignore[arg-type]
+        (lambda m: pamm.convert(m, targets=None), "targets is None; choose from"),
+        (lambda m: pamm.convert(m, targets=[["mlp"]]), "targets is .*; choose from"),
+        (lambda m: pamm.convert(m, include=3), "include is 3; give a pattern"),
+        (lambda m: pamm.convert(m, exclude=[3]), r"exclude is \[3\]; give a pattern"),
+        (lambda m: pamm.convert(m, example=3), "example is int; give arguments"),
+        (lambda m: pamm.convert(m, example="text"), "example is str; give arguments"),
+        (lambda m: pamm.seek(m, 1.5), "step is 1.5; give the number"),
+        (lambda m: pamm.seek(m, None), "step is None; give the number"),
+        (lambda m: pamm.restore_carried(m, "file.pt"), "saved is str; give tensors"),
+        (lambda m: pamm.restore_carried(m, {"a": 1}), "saved is dict; give tensors"),
+        (lambda _: pamm.nn.PammLinear(4, 4), "is made of an nn.Linear"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused(call: Any, says: str) -> None:
+    with pytest.raises(pamm.PammError, match=says):
+        call(Model())
+
+
+def test_patterns_may_come_from_a_generator() -> None:
+    report = pamm.convert(Model(), CONFIG, include=(f"layers.{i}.*" for i in range(2)))
+    assert len(report.converted) == 2
 
 
 class TestReport:

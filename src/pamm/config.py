@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import json
 import math
+from collections.abc import Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,11 @@ class PammConfig:
     def from_dict(cls, values: dict[str, Any]) -> PammConfig:
         """Inverse of ``to_dict``; an unknown key is an error."""
         names = [field.name for field in dataclasses.fields(cls)]
+        if not isinstance(values, Mapping):
+            raise PammError(
+                f"the PAMM configuration is {values!r}; give a mapping, with keys of "
+                f"{', '.join(names)}."
+            )
         check_keys(values, names, "the PAMM configuration")
         return cls(**values)
 
@@ -147,6 +153,16 @@ class PammConfig:
     def load(cls, path: str | Path) -> PammConfig:
         """Read a file that ``save`` wrote, or that a person did."""
         return cls.from_dict(read_mapping(path))
+
+
+def checked(config: object) -> PammConfig:
+    """``config``; an error if it is none."""
+    if not isinstance(config, PammConfig):
+        raise PammError(
+            f"config is {config!r}; give a PammConfig, such as "
+            'PammConfig("pamm", 1 / 512) or PammConfig("recompute").'
+        )
+    return config
 
 
 def read_mapping(path: str | Path) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from torch import Tensor
 from pamm import ops
 from pamm.autograd import CompressedLinear
 from pamm.compressors import Compressor, State, compressor
-from pamm.config import PammConfig
+from pamm.config import PammConfig, checked
 from pamm.errors import PammError
 from pamm.stream import Draw, Stream
 from pamm.types import Compressed
@@ -47,13 +47,13 @@ def compress(
         >>> compress(a, PammConfig("pamm", "1/128")).generators.shape
         torch.Size([8, 64])
     """
-    config = config or PammConfig("pamm")
+    config = PammConfig("pamm") if config is None else checked(config)
     if config.method != "pamm":
         raise PammError(f"compress is for method 'pamm'; the config says {config.method!r}.")
-    if a.ndim != 2 or not a.is_floating_point():
+    if not isinstance(a, Tensor) or a.ndim != 2 or not a.is_floating_point():
         raise PammError(
-            f"compress takes a floating-point matrix of rows to compress; got {a.dtype} of shape "
-            f"{tuple(a.shape)}. Flatten leading axes with a.reshape(-1, a.shape[-1])."
+            f"compress takes a floating-point matrix of rows to compress; got {_kind(a)}. Flatten "
+            "leading axes with a.reshape(-1, a.shape[-1])."
         )
     stream = stream or Stream(config.seed, backend=config.backend)
     index = stream.draw(len(a), config.generators(len(a)), a.device)
@@ -75,13 +75,24 @@ def approx_matmul(compressed: Compressed, b: Float[Tensor, "tokens m"]) -> Float
         >>> approx_matmul(compress(a, PammConfig("pamm", 1.0)), b).allclose(a.T @ b, atol=1e-3)
         True
     """
+    if not isinstance(compressed, Compressed):
+        raise PammError(
+            "approx_matmul takes what pamm.compress made of A, and then B; got "
+            f"{_kind(compressed)} first."
+        )
     tokens, dtype = len(compressed.assignment), compressed.generators.dtype
-    if b.ndim != 2 or len(b) != tokens or b.dtype != dtype:
+    if not isinstance(b, Tensor) or b.ndim != 2 or len(b) != tokens or b.dtype != dtype:
         raise PammError(
             f"approx_matmul takes a {dtype} matrix of {tokens} rows, one for each compressed row; "
-            f"got {b.dtype} of shape {tuple(b.shape)}."
+            f"got {_kind(b)}."
         )
     return ops.weight_grad(compressed, b).T.contiguous()
+
+
+def _kind(given: object) -> str:
+    """What was given in place of a matrix."""
+    is_tensor = isinstance(given, Tensor)
+    return f"{given.dtype} of shape {tuple(given.shape)}" if is_tensor else type(given).__name__
 
 
 def linear(
@@ -112,6 +123,9 @@ def linear(
         >>> weight.grad.shape
         torch.Size([32, 64])
     """
+    checked(config)
+    if not isinstance(stream, Stream):
+        raise PammError(f"stream is {stream!r}; give a pamm.Stream, one for the whole training.")
     if not (weight.requires_grad and torch.is_grad_enabled()):
         return F.linear(x, weight, bias)
     if config.method in _MODULES_ALONE:

@@ -7,10 +7,12 @@ because X is freed only when all who keep it let go of it.
 
 import dataclasses
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from torch import nn
 
 from pamm.adapters import keeping, obstacle
+from pamm.errors import PammError
 from pamm.naming import group_name
 from pamm.nn import is_linear, is_pamm
 from pamm.probe import Input
@@ -62,6 +64,15 @@ TARGETS = {
 }
 """Names that layers reading one input carry, as children of one module; the first set that is
 there counts."""
+
+
+def target_names(targets: str | Iterable[str]) -> list[str]:
+    """One key of ``TARGETS``, or several, as a list; an error if it is none."""
+    is_several = isinstance(targets, Iterable) and not isinstance(targets, str)
+    names: list[Any] = list(targets) if is_several else [targets]
+    if not names or any(name not in [*TARGETS] for name in names):
+        raise PammError(f"targets is {targets!r}; choose from {', '.join(TARGETS)}.")
+    return names
 
 
 def leaves(layer: nn.Module) -> dict[str, nn.Module]:

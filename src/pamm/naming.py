@@ -1,7 +1,14 @@
-"""Full names of many layers, written short: ``layers.{0..11}.attn.{q_proj,k_proj}``."""
+"""Full names of layers: many written short, ``layers.{0..11}.attn.{q_proj,k_proj}``; chosen."""
 
+import fnmatch
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from pamm.errors import PammError
+
+Selector = str | Iterable[str] | Callable[[str], bool] | None
+"""Of names: a pattern, several, or a function."""
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
@@ -35,6 +42,36 @@ def group_name(layers: Iterable[str]) -> str:
     ending = _common_ending(rest)
     rest = [re.sub(r"^\{([^{}]*)\}$", r"\1", text.removesuffix(ending)) for text in rest]
     return common + _listed(rest) + ending
+
+
+def patterns(argument: str, given: object) -> list[str]:
+    """One pattern of names, or several, as a list; an error if it is none."""
+    several = isinstance(given, Iterable) and not isinstance(given, str)
+    found: list[Any] = list(given) if several else [given]  # type: ignore[arg-type]
+    if not all(isinstance(each, str) for each in found):
+        raise PammError(
+            f"{argument} is {given!r}; give a pattern of names, such as 'model.layers.*', or "
+            "several."
+        )
+    return found
+
+
+def selector(argument: str, given: Selector) -> Selector:
+    """The same, its patterns a list; an error if it is none."""
+    return given if given is None or callable(given) else patterns(argument, given)
+
+
+def selected(name: str, include: Selector, exclude: Selector) -> bool:
+    """Whether a layer of this name is in ``include``, if there is one, and not in ``exclude``."""
+    return (include is None or _matches(name, include)) and not (
+        exclude is not None and _matches(name, exclude)
+    )
+
+
+def _matches(name: str, selector: Selector) -> bool:
+    if callable(selector):
+        return bool(selector(name))
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in selector or ())
 
 
 def merge_names(names: list[str]) -> str:

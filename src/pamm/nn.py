@@ -121,6 +121,12 @@ class Pamm(Swapped):
 class PammLinear(Pamm, nn.Linear):  # pyright: ignore[reportIncompatibleVariableOverride]
     """An ``nn.Linear`` that keeps a compressed input for its weight gradient (see ``Pamm``)."""
 
+    def __init__(self, *_: object, **__: object) -> None:
+        raise PammError(
+            "a PammLinear is made of an nn.Linear that is there: make that, and call "
+            "pamm.convert(model)."
+        )
+
     __reduce_ex__ = object.__reduce_ex__  # type: ignore[assignment]  # this class can be imported
 
 
@@ -146,6 +152,13 @@ def groups(model: nn.Module) -> list[Group]:
     """The groups of a converted model, each once, in the order of its modules."""
     found = {id(m.pamm_group): m.pamm_group for m in model.modules() if is_pamm(m)}
     return list(found.values())
+
+
+def check_model(model: object) -> None:
+    """Refuse what is no module: a name, a class, parameters."""
+    if not isinstance(model, nn.Module):
+        kind = type(model).__name__
+        raise PammError(f"model is {kind}; give the model itself, a torch.nn.Module.")
 
 
 def refuse_same_names(found: list[Group]) -> None:

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, library
+from torch._C._functorch import is_legacy_batchedtensor
 
 from pamm import sampling, subspace
 from pamm.config import BACKENDS
@@ -68,7 +69,7 @@ def _is_observed(tensor: Tensor) -> bool:
         or tensor.device.type == "meta"
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._are_functorch_transforms_active()
-        or torch._C._functorch.is_legacy_batchedtensor(tensor)
+        or is_legacy_batchedtensor(tensor)
     )
 
 

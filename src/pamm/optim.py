@@ -1,11 +1,13 @@
 """Parameter groups: the paper trains PAMM's weights at a reduced learning rate."""
 
+import math
+from numbers import Real
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from pamm.errors import PammError
-from pamm.nn import is_pamm
+from pamm.nn import check_model, is_pamm
 
 
 def param_groups(
@@ -28,16 +30,16 @@ def param_groups(
         frozen parameters too, and a parameter used twice appears once.
 
     Raises:
-        PammError: if a number is out of range.
+        PammError: if a number is none, or out of range.
 
     Example:
         >>> [group["lr"] for group in param_groups(nn.Linear(2, 2), lr=1.0, lr_factor=0.25)]
         [1.0, 1.0]
     """
-    for name, value in (("lr", lr), ("lr_factor", lr_factor)):
-        if not value > 0:
-            raise PammError(f"{name} is {value!r}; give a number above 0.")
-    if not weight_decay >= 0:
+    check_model(model)
+    check_positive("lr", lr)
+    check_positive("lr_factor", lr_factor)
+    if not (_is_number(weight_decay) and weight_decay >= 0):
         raise PammError(f"weight_decay is {weight_decay!r}; give a number, 0 or above.")
 
     reduced = {id(m.weight) for m in model.modules() if is_pamm(m)}
@@ -55,3 +57,14 @@ def param_groups(
         }
         for (is_reduced, is_matrix), parameters in sorted(split.items(), reverse=True)
     ]
+
+
+def check_positive(name: str, value: object) -> None:
+    """Refuse what is no number above 0."""
+    if not (_is_number(value) and 0 < value < math.inf):  # type: ignore[operator]
+        raise PammError(f"{name} is {value!r}; give a number above 0.")
+
+
+def _is_number(value: object) -> bool:
+    """Whether it is one; compiled optimizers take rates as tensors."""
+    return isinstance(value, Real | Tensor)

@@ -2,12 +2,14 @@
 
 import zlib
 from collections.abc import Callable
+from typing import SupportsIndex
 
 import torch
 from jaxtyping import Int64
 from torch import Tensor
 
 from pamm import ops
+from pamm.errors import PammError
 
 Draw = Callable[[int, int, torch.device], Tensor]
 """Of (tokens, k, device): k of ``tokens`` row numbers, distinct. Such as ``Stream.draw``."""
@@ -84,12 +86,21 @@ class Stream:
 
     def seek(self, step: int) -> None:
         """Go to the first draw of training step ``step``; each step has room for 2^32 draws."""
+        check_step(step)
         self._state[0].fill_(step << 32)
 
     def move(self, device: torch.device) -> None:
         """Draw on this device from now on."""
         if self._state.device != device and not _is_meta(device):
             self._state = self._state.to(device)
+
+
+def check_step(step: object) -> None:
+    """Refuse what is no number of a step."""
+    if not isinstance(step, SupportsIndex) or int(step) < 0:
+        raise PammError(
+            f"step is {step!r}; give the number of the training step, a whole number, 0 or above."
+        )
 
 
 def _is_meta(device: torch.device | None) -> bool:

@@ -6,8 +6,7 @@ is replaced: the projections themselves change class. So every model whose atten
 """
 
 import dataclasses
-import fnmatch
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor, nn
 
@@ -21,21 +20,28 @@ from pamm.adapters import (
 )
 from pamm.bypass import fused, refuse_bypasses
 from pamm.compressors import Recompute, compressor
-from pamm.config import PammConfig
+from pamm.config import PammConfig, checked
 from pamm.errors import NothingToConvertError, PammError, PartialGroupError
 from pamm.example import Example
-from pamm.groups import TARGETS, Found, find
-from pamm.nn import Pamm, features, groups, is_linear, is_pamm, refuse_same_names
+from pamm.groups import TARGETS, Found, find, target_names
+from pamm.naming import Selector, selected, selector
+from pamm.nn import (
+    Pamm,
+    check_model,
+    features,
+    groups,
+    is_linear,
+    is_pamm,
+    refuse_same_names,
+)
 from pamm.probe import Input, probe
 from pamm.recompute import Recomputing, attach, detach
 from pamm.report import ConvertedGroup, Report, SkippedGroup, merge_skipped
 from pamm.sharing import Group
-from pamm.stream import Stream
+from pamm.stream import Stream, check_step
 from pamm.swap import refuse_covered
 
 _NOT_AGAIN = "cannot be made again in backward"
-
-Selector = str | Iterable[str] | Callable[[str], bool] | None
 
 
 def convert(
@@ -73,7 +79,7 @@ def convert(
     Raises:
         NothingToConvertError: if no group was converted. Says what was looked for.
         PartialGroupError: if ``include`` and ``exclude`` cut through a group.
-        PammError: if ``config`` is no ``PammConfig``, ``targets`` has an unknown name, or a
+        PammError: if an argument is of another kind, ``targets`` has an unknown name, or a
             framework computes q, k and v around the layers (``pamm.bypass``).
 
     Example:
@@ -82,7 +88,14 @@ def convert(
         >>> convert(attention, PammConfig("pamm", "1/128")).converted[0].in_features
         8
     """
-    config, targets = _config(config), _targets(targets)
+    check_model(model)
+    config, targets = _config(config), target_names(targets)
+    include, exclude = selector("include", include), selector("exclude", exclude)
+    if not isinstance(example, Tensor | Sequence | Mapping | None) or isinstance(example, str):
+        raise PammError(
+            f"example is {type(example).__name__}; give arguments of the model's forward: one "
+            "tensor, a tuple, or a mapping."
+        )
     refuse_bypasses(model)
     found, report = _survey(model, config, include, exclude, targets, widen, example)
     if not found:
@@ -107,7 +120,7 @@ def survey(
         >>> [group.layers for group in survey(model, PammConfig("pamm")).converted]
         [('query', 'key', 'value')]
     """
-    config, targets = _config(config), _targets(targets)
+    config, targets = _config(config), target_names(targets)
     return _survey(model, config, None, None, targets, widen, None)[1]
 
 
@@ -139,20 +152,7 @@ def _survey(
 
 
 def _config(config: PammConfig | None) -> PammConfig:
-    if not isinstance(config, PammConfig | None):
-        raise PammError(
-            f"config is {config!r}; give a PammConfig, such as "
-            'PammConfig("pamm", 1 / 512) or PammConfig("recompute").'
-        )
-    return config or PammConfig()
-
-
-def _targets(targets: str | Iterable[str]) -> list[str]:
-    names = [targets] if isinstance(targets, str) else list(targets)
-    unknown = [name for name in names if name not in TARGETS]
-    if unknown or not names:
-        raise PammError(f"targets is {targets!r}; choose from {', '.join(TARGETS)}.")
-    return names
+    return PammConfig() if config is None else checked(config)
 
 
 def _probe(model: nn.Module, example: Example | None) -> tuple[list[Input] | None, str | None]:
@@ -201,6 +201,7 @@ def revert(model: nn.Module) -> int:
     Raises:
         PammError: if a layer was parametrized since (``weight_norm``); nothing is changed then.
     """
+    check_model(model)
     refuse_covered(model)
     layers = _converted(model).values()
     detach(model)  # first: what it mixed in came last
@@ -241,8 +242,8 @@ def seek(model: nn.Module, step: int) -> None:
     Raises:
         PammError: if the model is not converted or the step is negative.
     """
-    if step < 0:
-        raise PammError(f"step is {step}; give the number of the training step, 0 or above.")
+    check_model(model)
+    check_step(step)
     found = groups(model)
     if not is_converted(model):
         raise PammError("this model has no PAMM layers; call pamm.convert(model) first.")
@@ -266,6 +267,7 @@ def carried(model: nn.Module) -> dict[str, Tensor]:
         >>> sorted(carried(model))
         ['{query,key,value}.axes', '{query,key,value}.passes']
     """
+    check_model(model)
     found = groups(model)
     refuse_same_names(found)
     return {
@@ -288,6 +290,11 @@ def restore_carried(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
         >>> restore_carried(model, saved)
     """
     tensors = carried(model)
+    if not isinstance(saved, Mapping) or not all(isinstance(t, Tensor) for t in saved.values()):
+        raise PammError(
+            f"saved is {type(saved).__name__}; give tensors by name, as pamm.carried(model) did. "
+            "Read a file first."
+        )
     given, needed = ({n: tuple(t.shape) for n, t in each.items()} for each in (saved, tensors))
     if given != needed:
         name = next(n for n in {**needed, **given} if given.get(n) != needed.get(n))
@@ -301,26 +308,13 @@ def restore_carried(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
         tensor.copy_(saved[name])
 
 
-def _selected(name: str, include: Selector, exclude: Selector) -> bool:
-    return (include is None or _matches(name, include)) and not (
-        exclude is not None and _matches(name, exclude)
-    )
-
-
-def _matches(name: str, selector: Selector) -> bool:
-    if callable(selector):
-        return bool(selector(name))
-    patterns = [selector] if isinstance(selector, str) else list(selector or ())
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-
-
 def _reason(group: Found, config: PammConfig, include: Selector, exclude: Selector) -> str | None:
     """Why ``group`` is not converted, or None.
 
     Raises:
         PartialGroupError: if some, but not all, layers of one module are selected.
     """
-    chosen = {name: _selected(name, include, exclude) for name in group.named}
+    chosen = {name: selected(name, include, exclude) for name in group.named}
     if not any(chosen.values()):
         return "not selected by include and exclude"
     if not all(chosen.values()):
@@ -333,7 +327,7 @@ def _reason(group: Found, config: PammConfig, include: Selector, exclude: Select
                 "same input. Select all layers of a group, or none."
             )
         return f"selected in part, and {', '.join(left)} keep the same input"
-    if widened := [n for n in group.layers if not _selected(n, None, exclude)]:
+    if widened := [n for n in group.layers if not selected(n, None, exclude)]:
         return f"the same input is kept by {', '.join(widened)}, which is excluded"
     if reason := _obstacle(group.layers) or group.reason:
         return reason

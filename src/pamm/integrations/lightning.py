@@ -8,11 +8,12 @@ import lightning
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from pamm.bypass import checkpointing, refuse_bypasses
-from pamm.config import PammConfig
+from pamm.config import PammConfig, checked
 from pamm.errors import PammError
 from pamm.example import Example
+from pamm.naming import Selector
 from pamm.report import Report
-from pamm.surgery import Selector, carried, convert, is_converted, restore_carried, seek
+from pamm.surgery import carried, convert, is_converted, restore_carried, seek
 
 _log = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ class PammCallback(lightning.Callback):
         widen: bool = False,
         example: Example | None = None,
     ) -> None:
-        self.config = config or PammConfig()
+        self.config = PammConfig() if config is None else checked(config)
         self._select: dict[str, Any] = {
             "include": include,
             "exclude": exclude,

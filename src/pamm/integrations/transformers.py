@@ -5,7 +5,6 @@ Both work with the trainers of TRL, which are Trainers.
 
 import json
 import logging
-import math
 import uuid
 from collections import Counter
 from collections.abc import Iterable
@@ -19,14 +18,16 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from pamm.bypass import checkpointing, refuse_bypasses
 from pamm.compressors import Exact
-from pamm.config import PammConfig
+from pamm.config import PammConfig, checked
 from pamm.errors import PammError
 from pamm.example import Example
 from pamm.fidelity import watch
+from pamm.naming import Selector, patterns
 from pamm.nn import groups, is_pamm
+from pamm.optim import check_positive
 from pamm.recompute import recomputed_groups
 from pamm.report import Report
-from pamm.surgery import Selector, carried, convert, is_converted, restore_carried, seek
+from pamm.surgery import carried, convert, is_converted, restore_carried, seek
 
 _log = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ class PammCallback(TrainerCallback):
         widen: bool = False,
         example: Example | None = None,
     ) -> None:
-        self.config = config or PammConfig()
+        self.config = PammConfig() if config is None else checked(config)
         self._select: dict[str, Any] = {
             "include": include,
             "exclude": exclude,
@@ -271,10 +272,13 @@ class PammTrainerMixin:
         pamm_log_layers: Iterable[str] | None = None,
         **kwargs: Any,
     ) -> None:
-        if not (math.isfinite(pamm_lr_factor) and pamm_lr_factor > 0):
-            raise PammError(f"pamm_lr_factor is {pamm_lr_factor!r}; give a number above 0.")
-        if pamm_log_steps < 0:
-            raise PammError(f"pamm_log_steps is {pamm_log_steps}; give 0 (never) or more.")
+        check_positive("pamm_lr_factor", pamm_lr_factor)
+        if not isinstance(pamm_log_steps, int) or pamm_log_steps < 0:
+            raise PammError(
+                f"pamm_log_steps is {pamm_log_steps!r}; give a whole number, 0 (never) or above."
+            )
+        if pamm_log_layers is not None:
+            pamm_log_layers = patterns("pamm_log_layers", pamm_log_layers)
         self.pamm = pamm if isinstance(pamm, PammCallback) else PammCallback(pamm)
         self._pamm_lr_factor = pamm_lr_factor
         self._pamm_log_steps, self._pamm_log_layers = pamm_log_steps, pamm_log_layers
