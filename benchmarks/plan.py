@@ -93,7 +93,7 @@ def main() -> None:
             arguments = {"batch": case.batch, "seq": case.seq, "dtype": case.dtype}
             config = pamm.PammConfig("pamm", RATIO)
             found = plan(folder, config=config, checkpointing=case.checkpointing, **arguments)  # type: ignore[arg-type]
-            for arm, predicted in (("exact", found.exact), ("pamm", found.pamm)):
+            for arm, predicted in (("exact", found.exact), ("pamm", found.converted)):
                 saved, peak = measure(folder, case, arm == "pamm")
                 torch.cuda.empty_cache()
                 record = {

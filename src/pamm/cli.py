@@ -51,10 +51,11 @@ def demo(
     output: Output = Path("runs"),
     name: Annotated[str, typer.Option(help="Name of the run; its folder in --output.")] = "demo",
 ) -> None:
-    """Compare exact training, PAMM and Uniform-CRS on this machine, in a few minutes.
+    """Compare exact training, the paper's PAMM and Uniform-CRS here, in a few minutes.
 
     Trains a small LLaMA on Python's own documentation, once for each method, and ends with a table
     and a report with pictures. Ctrl-C stops it with a checkpoint; the same command goes on.
+    pamm.convert's default, sampled, is not among them: pretrain compares any methods.
     """
     from pamm.recipes.pretraining.demo import demo
 
@@ -112,7 +113,22 @@ Targets = Annotated[
 Widen = Annotated[
     bool, typer.Option("--widen", help="Convert all linear layers that read X, an MLP's too.")
 ]
-Ratio = Annotated[str, typer.Option(help="Share of the tokens kept as generators, such as 1/512.")]
+Method = Annotated[
+    str | None,
+    typer.Option(
+        help="sampled, recompute, subspace, pamm, uniform_crs, compact or exact; pamm.convert's "
+        "default, sampled 1/2, if left out.",
+        show_default=False,
+    ),
+]
+Ratio = Annotated[
+    str | None,
+    typer.Option(
+        help="Of the method: the share of tokens drawn (sampled) or kept (pamm, uniform_crs), or "
+        "of features (subspace, compact), such as 1/512; the method's own if left out.",
+        show_default=False,
+    ),
+]
 
 
 @app.command()
@@ -121,18 +137,20 @@ def inspect(
     batch: Batch = 1,
     seq: Seq = 2048,
     dtype: Dtype = "bf16",
-    ratio: Ratio = "1/512",
+    method: Method = None,
+    ratio: Ratio = None,
     target: Targets = ["attention"],  # noqa: B006
     widen: Widen = False,
 ) -> None:
-    """Is PAMM worth it on this model? What it keeps for backward, and how much of that would go.
+    """Is pamm.convert worth it on this model? What it keeps for backward, how much would go.
 
-    Needs the model's configuration alone: no weights, no GPU. A training step runs without values.
+    Needs the model's configuration alone: no weights, no GPU. A training step, in eager mode, runs
+    without values.
     """
     from pamm.analysis.inspect import inspect
     from pamm.config import PammConfig
 
-    config = PammConfig("pamm", ratio)  # type: ignore[arg-type]
+    config = PammConfig(method, ratio)  # type: ignore[arg-type]
     with Console(stderr=True).status("a training step without weights, in several settings"):
         found = inspect(
             model,
@@ -152,7 +170,8 @@ def plan(
     batch: Batch = 1,
     seq: Seq = 2048,
     dtype: Dtype = "bf16",
-    ratio: Ratio = "1/512",
+    method: Method = None,
+    ratio: Ratio = None,
     memory: Annotated[
         str | None, typer.Option(help="Of the device, such as 24GB: finds the largest batch.")
     ] = None,
@@ -162,14 +181,16 @@ def plan(
     target: Targets = ["attention"],  # noqa: B006
     widen: Widen = False,
 ) -> None:
-    """Does a training step fit on the device? Memory with and without PAMM, the largest batch.
+    """Does a training step fit on the device? Its memory, exact and converted, the largest batch.
 
-    Needs the model's configuration alone: no weights, no GPU. One device, AdamW, no sharding.
+    Needs the model's configuration alone: no weights, no GPU. One device, AdamW, no sharding,
+    eager mode. With --memory and --method pamm it chooses pamm's ratio too; for other methods a
+    ratio is a matter of quality, and memory has no say (sampled) or little (subspace).
     """
     from pamm.analysis.plan import plan
     from pamm.config import PammConfig
 
-    config = PammConfig("pamm", ratio)  # type: ignore[arg-type]
+    config = PammConfig(method, ratio)  # type: ignore[arg-type]
     with Console(stderr=True).status("a training step without weights, for several batches"):
         found = plan(
             model,

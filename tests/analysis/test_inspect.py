@@ -10,6 +10,7 @@ from transformers import (
     BertConfig,
     FalconConfig,
     LlamaConfig,
+    LlamaForCausalLM,
     PhiConfig,
     PretrainedConfig,
     RwkvConfig,
@@ -21,8 +22,9 @@ from typer.testing import CliRunner, Result
 
 import pamm
 from pamm.analysis.inspect import inspect
-from pamm.analysis.plan import Plan, plan
+from pamm.analysis.plan import RATIOS, Plan, plan
 from pamm.cli import app
+from pamm.config import METHODS
 
 SMALL = {
     "hidden_size": 64,
@@ -52,12 +54,60 @@ def test_groups_have_the_bytes_of_one_step(llama: str) -> None:
     x = 2 * 64 * 64 * 2
     assert [group.input_bytes for group in found.groups] == [x, x]
     assert found.groups[0].held_bytes == 8 * 64 * 2 + 128 * 3 + 4
-    assert found.settings[0].exact - found.settings[0].pamm == 2 * (x - found.groups[0].held_bytes)
+    assert found.settings[0].exact - found.settings[0].converted == 2 * (
+        x - found.groups[0].held_bytes
+    )
     assert all(group.block_bytes * 2 < found.settings[0].exact for group in found.groups)
 
 
+def test_without_a_method_it_is_what_convert_does(llama: str) -> None:
+    found = inspect(llama, seq=64)
+    model = LlamaForCausalLM(LlamaConfig.from_pretrained(llama)).bfloat16()
+    report = pamm.convert(model)
+    assert found.config == report.config == pamm.PammConfig()
+    groups = [(group.name, group.held_bytes(64)) for group in report.converted]
+    assert [(group.name, group.held_bytes) for group in found.groups] == groups
+    x, roots = 64 * 64 * 2, 64 * 4
+    # Of the norm an fp32 copy of its input goes, the normalized one and 1 / the norm; X goes too.
+    # The norm's own input is kept for that.
+    freed = found.settings[0].exact - found.settings[0].converted
+    assert freed == 2 * (2 * x + x + roots + x - x - 8)
+
+
+def test_what_cannot_be_made_again_is_left_to_other_methods(tmp_path: Path) -> None:
+    folder = save(tmp_path, BertConfig, "BertModel")  # its embeddings end with dropout
+    found = inspect(folder, seq=16)
+    held = {group.name.split(".")[2]: group.held_bytes for group in found.groups}
+    assert held == {"0": None, "1": 8}
+    assert "subspace and pamm, which keep something of X, would convert 1 group more" in (
+        found.verdict
+    )
+    kept = inspect(folder, seq=16, config=pamm.PammConfig("pamm"))
+    assert not kept.skipped
+    assert "would convert" not in kept.verdict
+
+
+@pytest.mark.parametrize(
+    ("method", "price"),
+    [
+        (
+            "sampled",
+            "approximate weight gradient of these layers. --method recompute frees as much",
+        ),
+        ("pamm", "approximate weight gradient of these layers. Where a norm makes X, --method rec"),
+        ("recompute", "The gradient stays exact"),
+        ("exact", "The gradient stays exact"),
+    ],
+)
+def test_the_verdict_names_the_price_of_the_method(llama: str, method: str, price: str) -> None:
+    verdict = inspect(llama, seq=64, config=pamm.PammConfig(method)).verdict
+    assert price in verdict
+    assert f"With bf16 weights, {method} frees" in verdict
+
+
 def test_checkpointing_and_autocast_are_tried(llama: str) -> None:
-    found = {each.name: each for each in inspect(llama, seq=64).settings}
+    settings = inspect(llama, seq=64, config=pamm.PammConfig("pamm")).settings
+    found = {each.name: each for each in settings}
     assert found["bf16 weights, activation checkpointing"].share == 0
     assert found["fp32 weights, bf16 autocast"].share > found["bf16 weights"].share > 0
     assert found["fp32 weights, bf16 autocast"].weight_copies > 0
@@ -65,7 +115,7 @@ def test_checkpointing_and_autocast_are_tried(llama: str) -> None:
 
 def test_lora_with_fp32_adapters_has_the_most_to_free(llama: str) -> None:
     pytest.importorskip("peft")
-    found = inspect(llama, seq=64)
+    found = inspect(llama, seq=64, config=pamm.PammConfig("pamm"))
     lora = next(each for each in found.settings if "fp32 adapters" in each.name)
     assert lora.share == max(each.share for each in found.settings)
     assert f"The most would go with {lora.name}" in found.verdict
@@ -78,10 +128,10 @@ def test_a_group_that_frees_nothing_is_not_worth_it_and_says_who_keeps_x(llama: 
         for number, group in enumerate(found.groups)
     ]
     exact = found.settings[0].exact
-    nothing = dataclasses.replace(found.settings[0], pamm=exact + 100)
+    nothing = dataclasses.replace(found.settings[0], converted=exact + 100)
     found = dataclasses.replace(found, groups=tuple(kept), settings=(nothing,))
     assert found.verdict.startswith(
-        "Not worth it for memory. With bf16 weights, PAMM frees nothing"
+        "Not worth it for memory. With bf16 weights, sampled frees nothing"
     )
     assert "X stays because of model.layers.{0..1}.mlp.fc1." in found.verdict
 
@@ -97,7 +147,7 @@ def phi(tmp_path: Path) -> str:
 
 
 def test_what_is_not_converted_is_shown_with_the_reason_and_what_widen_brings(phi: str) -> None:
-    found = inspect(phi, seq=64)
+    found = inspect(phi, seq=64, config=pamm.PammConfig("pamm"))
     x = 64 * 64 * 2
     attention, wide = found.groups[:2], found.groups[2:]
     assert [(each.input_bytes, each.held_bytes) for each in attention] == [(x, None)] * 2
@@ -107,7 +157,7 @@ def test_what_is_not_converted_is_shown_with_the_reason_and_what_widen_brings(ph
         f"model.layers.{n}.{{self_attn.{{q_proj,k_proj,v_proj}},mlp.fc1}}" for n in range(2)
     ]
     now = found.settings[0]
-    assert now.exact == now.pamm
+    assert now.exact == now.converted
     assert now.widened is not None
     assert wide[0].held_bytes is not None
     assert now.exact - now.widened == 2 * (x - wide[0].held_bytes)
@@ -119,7 +169,7 @@ def test_what_is_not_converted_is_shown_with_the_reason_and_what_widen_brings(ph
 def test_with_widen_those_are_the_groups(phi: str) -> None:
     found, wide = inspect(phi, seq=64), inspect(phi, seq=64, widen=True)
     assert [group.name for group in wide.groups] == [group.name for group in found.groups[2:]]
-    assert wide.settings[0].pamm == found.settings[0].widened
+    assert wide.settings[0].converted == found.settings[0].widened
     assert not wide.skipped
 
 
@@ -138,7 +188,7 @@ def test_layers_of_another_class_are_shown_too(tmp_path: Path) -> None:
     assert (group.held_bytes, group.input_bytes) == (None, 16 * 64 * 2)
     assert "FalconLinear, not nn.Linear" in found.skipped[0].reason
     assert found.verdict.startswith(
-        "Not worth it for memory. With bf16 weights, PAMM frees nothing"
+        "Not worth it for memory. With bf16 weights, sampled frees nothing"
     )
 
 
@@ -155,7 +205,7 @@ def test_the_commands_take_targets_and_widen(phi: str) -> None:
         assert result.exit_code == 0, result.output
         assert "stays" not in result.stdout
     plain = " ".join(call("plan", phi, "--seq", "64").stdout.split())
-    assert "PAMM frees nothing in this step." in plain
+    assert "sampled frees nothing in this step." in plain
     assert "mlp.fc1; convert them all with widen=True." in plain
 
 
@@ -199,11 +249,26 @@ def test_a_configuration_file_without_architectures_will_do(tmp_path: Path) -> N
 
 
 def test_the_command_prints_groups_settings_and_a_verdict(llama: str) -> None:
-    result = call("inspect", llama, "--seq", "64", "--ratio", "1/16")
+    result = call("inspect", llama, "--seq", "64", "--method", "pamm", "--ratio", "1/16")
     text = " ".join(result.stdout.split())
     assert result.exit_code == 0, result.output
-    for part in ("self_attn", "ratio 1/16", "activation checkpointing", "PAMM frees"):
+    for part in ("self_attn", "pamm with ratio 1/16", "activation checkpointing", "pamm frees"):
         assert part in text
+    assert "norm that makes X again" not in text
+
+
+@pytest.mark.parametrize("command", ["inspect", "plan"])
+def test_the_commands_begin_with_the_default_and_know_all_methods(llama: str, command: str) -> None:
+    plain = " ".join(call(command, llama, "--seq", "64").stdout.split())
+    assert "sampled with ratio 1/2" in plain
+    shown = " ".join(call(command, "--help").stdout.split())
+    assert "default, sampled 1/2, if left out" in shown
+    for method in METHODS:
+        assert f" {method}" in shown
+    exact = call(command, llama, "--seq", "64", "--method", "recompute")
+    assert exact.exit_code == 0, exact.output
+    assert "recompute" in exact.stdout
+    assert "recompute with ratio" not in exact.stdout
 
 
 def made(llama: str, **arguments: Any) -> Plan:
@@ -216,30 +281,31 @@ def test_plan_adds_up(llama: str) -> None:
     assert 2 * parameters <= found.exact.weights < 2.1 * parameters
     assert found.exact.optimizer == 4 * parameters
     assert found.exact.peak > found.exact.weights + found.exact.optimizer + found.exact.saved
-    freed = found.exact.saved - found.pamm.saved
-    assert found.exact.peak - found.pamm.peak == freed > 0
+    freed = found.exact.saved - found.converted.saved
+    assert found.exact.peak - found.converted.peak == freed > 0
 
 
-def test_the_largest_batch_fits_and_the_next_does_not(llama: str) -> None:
-    found = made(llama, memory="8MB")
+@pytest.mark.parametrize("config", [pamm.PammConfig(), pamm.PammConfig("pamm")])
+def test_the_largest_batch_fits_and_the_next_does_not(llama: str, config: pamm.PammConfig) -> None:
+    found = made(llama, memory="8MB", config=config)
     room = 0.95 * 8 * 2**20
-    for number, config in ((found.batch_exact, None), (found.batch_pamm, found.config)):
+    for number, field in ((found.batch_exact, "exact"), (found.batch_converted, "converted")):
         assert number > 1
-        peaks = [plan(llama, batch=number + more, seq=64) for more in (0, 1)]
-        at, above = (each.exact.peak if config is None else each.pamm.peak for each in peaks)
+        plans = [plan(llama, batch=number + more, seq=64, config=config) for more in (0, 1)]
+        at, above = (getattr(each, field).peak for each in plans)
         assert at <= room < above
-    assert found.batch_pamm >= found.batch_exact
+    assert found.batch_converted >= found.batch_exact
 
 
 def test_nothing_fits(llama: str) -> None:
     found = made(llama, memory="100KB")
-    assert (found.batch_exact, found.batch_pamm) == (0, 0)
+    assert (found.batch_exact, found.batch_converted) == (0, 0)
     assert "Not even one sequence fits" in found.advice
 
 
 def test_under_checkpointing_nothing_is_freed(llama: str) -> None:
     found = made(llama, checkpointing=True)
-    assert found.exact.saved == found.pamm.saved < made(llama).pamm.saved
+    assert found.exact.saved == found.converted.saved < made(llama).converted.saved
     assert "frees nothing" in found.advice
 
 
@@ -247,8 +313,22 @@ def test_the_plan_command_prints_a_table_and_advice(llama: str) -> None:
     result = call("plan", llama, "--batch", "2", "--seq", "64", "--memory", "8MB")
     text = " ".join(result.stdout.split())
     assert result.exit_code == 0, result.output
-    for part in ("kept for backward", "peak of the step", "largest batch", "Choose ratio"):
+    for part in ("kept for backward", "peak of the step", "largest batch", "sampled lowers the"):
         assert part in text
+    assert "Choose ratio" not in text
+    assert "same memory with any ratio" in text
+    pamms = call("plan", llama, "--seq", "64", "--memory", "8MB", "--method", "pamm").stdout
+    assert "Choose ratio" in pamms
+    assert "any ratio" not in pamms
+
+
+def test_a_ratio_is_chosen_for_pamm_alone(llama: str) -> None:
+    chosen = {
+        method: made(llama, memory="8MB", config=pamm.PammConfig(method)).ratio
+        for method in ("pamm", "sampled", "recompute", "subspace")
+    }
+    assert chosen["pamm"] in RATIOS
+    assert {ratio for method, ratio in chosen.items() if method != "pamm"} == {None}
 
 
 @pytest.mark.parametrize(
@@ -257,7 +337,9 @@ def test_the_plan_command_prints_a_table_and_advice(llama: str) -> None:
         (["--dtype", "fp8"], "bf16, bf16-amp, fp16-amp, fp32"),
         (["--batch", "0"], "batch is 0"),
         (["--seq", "-1"], "seq is -1"),
-        (["--ratio", "2"], "ratio is '2'"),
+        (["--method", "pamm", "--ratio", "2"], "ratio is '2'"),
+        (["--ratio", "1/8"], "what it means depends on the method"),
+        (["--method", "papa"], "choose one of pamm, subspace,"),
         (["--memory", "24"], "give a number with a unit"),
     ],
 )

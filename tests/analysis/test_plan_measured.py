@@ -7,19 +7,30 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
-import pamm
 from pamm.analysis.plan import plan
+from pamm.bench.arms import arm_config
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "h100" / "steps.jsonl"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+
+
+def runs(file: str, *arms: str) -> list[dict[str, Any]]:
+    """Of whole steps in eager mode."""
+    lines = (RESULTS / file).read_text().splitlines()
+    return [
+        run
+        for run in map(json.loads, lines)
+        if run["benchmark"] == "model" and not run["compiled"] and run["arm"] in arms
+    ]
+
+
 RUNS = [
-    run
-    for run in map(json.loads, RESULTS.read_text().splitlines())
-    if run["benchmark"] == "model" and not run["compiled"] and run["arm"] in ("exact", "pamm")
+    *runs("h100/steps.jsonl", "exact", "pamm"),
+    *runs("h200/speed.jsonl", "recompute", "sampled:1/2", "sampled:1/4"),
 ]
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run['model']}-{run['arm']}")
-def test_a_peak_on_an_h100_is_predicted(run: dict[str, Any], tmp_path: Path) -> None:
+def test_a_peak_on_a_gpu_is_predicted(run: dict[str, Any], tmp_path: Path) -> None:
     LlamaConfig(
         hidden_size=run["hidden"],
         intermediate_size=run["ffn"],
@@ -28,11 +39,14 @@ def test_a_peak_on_an_h100_is_predicted(run: dict[str, Any], tmp_path: Path) -> 
         vocab_size=32_000,
         architectures=["LlamaForCausalLM"],
     ).save_pretrained(tmp_path)
-    config = pamm.PammConfig("pamm", run["k"] / run["tokens"])
+    config = arm_config(run["arm"])
+    if config.method == "pamm":
+        assert config.generators(run["tokens"]) == run["k"]
     found = plan(str(tmp_path), batch=run["batch"], seq=run["sequence"], config=config)
-    predicted = found.exact if run["arm"] == "exact" else found.pamm
+    predicted = found.exact if run["arm"] == "exact" else found.converted
     assert predicted.peak == pytest.approx(run["peak_allocated_bytes"], rel=0.01)
 
 
 def test_there_are_such_runs() -> None:
-    assert {run["arm"] for run in RUNS} == {"exact", "pamm"}
+    arms = {"exact", "pamm", "recompute", "sampled:1/2", "sampled:1/4"}
+    assert {run["arm"] for run in RUNS} == arms

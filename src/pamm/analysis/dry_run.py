@@ -24,6 +24,8 @@ class Compressed(NamedTuple):
     layers: frozenset[str]
     state_bytes: Callable[[int], int]
     """Of the state, for so many rows of input."""
+    source: str | None = None
+    """The module that would make the input again in backward, and keep its own for that."""
 
 
 @dataclasses.dataclass
@@ -175,12 +177,49 @@ class _Memory:
         return self._count
 
 
-class _StandIn(NamedTuple):
-    """What is kept in place of the input of a compressed group."""
+class _Again:
+    """One run of a module that makes its output again in backward: what is let go of for that."""
 
-    state: Tensor
-    shape: torch.Size
+    def __init__(self, input: Tensor) -> None:
+        self.input = input
+        self.output: int | None = None
+        """Its number, once it is there."""
+        self._sizes: dict[int, tuple[int, torch.dtype]] = {}
+        self._made: dict[int, Tensor] | None = None
+
+    def let_go(self, number: int, tensor: Tensor) -> None:
+        """Of the output, or of what the module's own backward needs."""
+        bytes = tensor.untyped_storage().nbytes()
+        self._sizes[number] = bytes // tensor.element_size(), tensor.dtype
+
+    def make(self, number: int) -> Tensor:
+        """One of them; all come back together."""
+        if self._made is None:
+            self._made = {
+                number: self.input.new_empty(size, dtype=dtype)
+                for number, (size, dtype) in self._sizes.items()
+            }
+        if number != self.output:  # the module's own backward: all readers have run
+            self._made.pop(self.output, None)  # type: ignore[arg-type]
+        return self._made[number]
+
+
+class _StandIn(NamedTuple):
+    """What is kept in place of a tensor."""
+
     dtype: torch.dtype
+    view: tuple[torch.Size, tuple[int, ...], int | torch.SymInt]
+    """Shape, strides and offset."""
+    state: Tensor | None = None
+    """Of the compressed group whose input it is."""
+    again: _Again | None = None
+    """What makes it again; without, it is not needed in backward."""
+    number: int = -1
+    """Of what is made again: it or, if it is a cast, what was cast."""
+
+    @classmethod
+    def of(cls, tensor: Tensor, *more: Any) -> "_StandIn":
+        return cls(tensor.dtype, (tensor.shape, tensor.stride(), tensor.storage_offset()), *more)
 
 
 class _Watch:
@@ -195,6 +234,9 @@ class _Watch:
         self._memory, self._cuda = memory, cuda
         self._group_of = {name: group for group in compressed for name in group.layers}
         self._states: dict[frozenset[str], Tensor] = {}
+        self._sources = {group.source for group in self._group_of.values()} - {None}
+        self._inputs: dict[str, Tensor] = {}
+        self._again: dict[str, _Again] = {}
         self._running: list[str] = []
         self._hooks: list[Any] = []
         for name, module in model.named_modules():
@@ -212,11 +254,18 @@ class _Watch:
                 x = args[0]
                 self.inputs.setdefault(name, set()).add(self._memory.meet(x))
                 self.rows[name] = x.numel() // max(1, x.shape[-1])
+            if name in self._sources and args:
+                self._again.pop(name, None)
+                self._inputs[name] = args[0]
 
         return hook
 
-    def _after(self, *_: object) -> None:
-        self._running.pop()
+    def _after(self, module: nn.Module, args: object, output: Any) -> None:
+        name = self._running.pop()
+        if self._inputs.pop(name, None) is not None and name in self._again:
+            again, number = self._again[name], self._memory.meet(output)
+            again.let_go(number, output)
+            again.output = number
 
     def pack(self, tensor: Tensor) -> Tensor | _StandIn:
         """Called for everything that is kept for backward."""
@@ -224,26 +273,47 @@ class _Watch:
         if number < 0:
             return tensor
         keeper = self._running[-1] if self._running else ""
-        group = self._group_of.get(keeper)
-        if group is not None and number not in self.copies():
-            state = self._state(group, self.rows[keeper])
-            self._keep(state, keeper)
-            return _StandIn(state, tensor.shape, tensor.dtype)
+        if number not in self.copies():
+            if source := next((name for name in self._running if name in self._inputs), None):
+                return self._let_go(source, number, tensor)
+            group = self._group_of.get(keeper)
+            again = None if group is None else self._again.get(group.source or "")
+            if group is not None and (again is not None or group.source is None):
+                state = self._state(group, self.rows[keeper], tensor)
+                self._keep(state, keeper)
+                return _StandIn.of(tensor, state, again, again and again.output)
         self._keep(tensor, keeper)
         return tensor
 
+    def _let_go(self, source: str, number: int, tensor: Tensor) -> Tensor | _StandIn:
+        """A source keeps its input, and nothing else; so does what is inside of it."""
+        again = self._again.setdefault(source, _Again(self._inputs[source]))
+        input = self._memory.meet(again.input)
+        if input >= 0:
+            self._keep(again.input, source)
+        if number == input:
+            return tensor
+        again.let_go(number, tensor)
+        return _StandIn.of(tensor, None, again, number)
+
     def unpack(self, kept: Tensor | _StandIn) -> Tensor:
-        """Called when backward needs it; X itself is not made again, so it is not counted."""
+        """Called when backward needs it. What is not made again is not needed there."""
         if isinstance(kept, Tensor):
             return kept
+        if kept.again is not None:
+            made = kept.again.make(kept.number)
+            if made.dtype == kept.dtype:
+                return made.as_strided(*kept.view)
+            return made.new_empty(kept.view[0], dtype=kept.dtype)
+        assert kept.state is not None
         with self._memory.not_counting():
-            return torch.empty(kept.shape, dtype=kept.dtype, device="meta")
+            return kept.state.new_empty(kept.view[0], dtype=kept.dtype)
 
-    def _state(self, group: Compressed, rows: int) -> Tensor:
+    def _state(self, group: Compressed, rows: int, x: Tensor) -> Tensor:
         """One for the whole group."""
         if group.layers not in self._states:
             size = group.state_bytes(rows)
-            self._states[group.layers] = torch.empty(size, dtype=torch.uint8, device="meta")
+            self._states[group.layers] = x.new_empty(size, dtype=torch.uint8)
         return self._states[group.layers]
 
     def _keep(self, tensor: Tensor, keeper: str) -> None:
@@ -257,6 +327,7 @@ class _Watch:
     def forget(self) -> None:
         """Let go of the states: backward frees them as it goes."""
         self._states.clear()
+        self._again.clear()
 
     def end(self) -> None:
         """Take the hooks away."""

@@ -1,12 +1,14 @@
-"""``pamm inspect``: what a model keeps for backward, and how much of it PAMM frees."""
+"""``pamm inspect``: what a model keeps for backward, and how much of it a conversion frees."""
 
 import dataclasses
 import importlib.util
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from torch import nn
 
+from pamm import groups
 from pamm.analysis.dry_run import Compressed, DryRun
 from pamm.analysis.inspection import InspectedGroup, Inspection, Setting
 from pamm.analysis.meta_model import PRECISIONS, Precision, Source, checkpoint, precision, step
@@ -14,6 +16,7 @@ from pamm.config import PammConfig
 from pamm.errors import PammError
 from pamm.integrations.lora import add_lora
 from pamm.nn import is_conv1d
+from pamm.probe import probe
 from pamm.report import ConvertedGroup, Report, SkippedGroup
 from pamm.surgery import convert, survey
 
@@ -23,6 +26,24 @@ NAMES = {
     "fp16-amp": "fp32 weights, fp16 autocast",
     "fp32": "fp32",
 }
+
+
+class Found(NamedTuple):
+    """What ``convert`` would do to a model."""
+
+    report: Report
+    sources: Mapping[str, str]
+    """By the group: the module that makes X again, for methods that let one."""
+
+    def compressed(self, how: Precision, config: PammConfig | None = None) -> list[Compressed]:
+        """The groups, for a dry run of the unconverted model; with ``config`` for their own."""
+        groups = [_as_computed(group, how) for group in self.report.converted]
+        if config is not None:
+            groups = [dataclasses.replace(group, config=config) for group in groups]
+        return [
+            Compressed(frozenset(group.layers), group.held_bytes, self.sources.get(group.name))
+            for group in groups
+        ]
 
 
 def inspect(
@@ -43,42 +64,43 @@ def inspect(
         seq: tokens in each; images have their own size.
         dtype: ``"bf16"``, ``"fp32"``, or ``"bf16-amp"`` and ``"fp16-amp"`` for fp32 weights under
             autocast.
-        config: how inputs would be kept; the paper's form, 1/512, if left out.
-        targets, widen: which layers, as in ``pamm.convert``. Without ``widen`` the outcome says
-            what it would bring.
+        config, targets, widen: as for ``pamm.convert``, with the same defaults. Without ``widen``
+            the outcome says what it would bring.
 
     Raises:
         PammError: if the configuration cannot be read, the model has no such layers or cannot run.
     """
-    config, how = config or PammConfig("pamm"), precision(dtype)
+    config, how = config or PammConfig(), precision(dtype)
     check_sizes(batch=batch, seq=seq)
     source = Source.load(name)
     model = source.build(how.weights)
-    report = find(model, config, targets, widen)
-    wider = _wider(model, report, targets)
+    found = find(model, config, targets, widen)
+    report, wider = found.report, find(model, config, targets, widen=True)
+    if len(wider.report.converted) <= len(report.converted):
+        wider = None
     exact = step(model, how, batch, seq)
 
-    def setting(name: str, model: nn.Module, how: Precision, found: Report = report) -> Setting:
+    def setting(name: str, model: nn.Module, how: Precision, *ways: Found) -> Setting:
         exact = step(model, how, batch, seq)
-        reports = [found] if found is not report or wider is None else [report, wider]
-        left = [step(model, how, batch, seq, compressed(each, how)).saved for each in reports]
+        left = [step(model, how, batch, seq, each.compressed(how)).saved for each in ways]
         return Setting(name, exact.saved, left[0], exact.weight_copies, *left[1:])
 
+    ways = (found,) if wider is None else (found, wider)
     settings = [
-        setting(NAMES[each], source.build(PRECISIONS[each].weights), PRECISIONS[each])
+        setting(NAMES[each], source.build(PRECISIONS[each].weights), PRECISIONS[each], *ways)
         for each in dict.fromkeys((dtype, "bf16", "bf16-amp"))
     ]
     again = source.build(how.weights)
     if checkpoint(again, how):
-        settings.append(setting(f"{NAMES[dtype]}, activation checkpointing", again, how))
+        settings.append(setting(f"{NAMES[dtype]}, activation checkpointing", again, how, *ways))
     adapted = _adaptable(model, report)
     if adapted and importlib.util.find_spec("peft"):
         bf16 = PRECISIONS["bf16"]
         for fp32, adapters in ((True, "fp32 adapters (PEFT's default)"), (False, "bf16 adapters")):
             lora = source.build(bf16.weights)
             add_lora(lora, adapted, fp32)
-            found = survey(lora, config, targets=targets)
-            settings.append(setting(f"LoRA on these layers, {adapters}", lora, bf16, found))
+            name, way = f"LoRA on these layers, {adapters}", find(lora, config, targets)
+            settings.append(setting(name, lora, bf16, way))
     return Inspection(
         type(model).__name__,
         sum(parameter.numel() for parameter in model.parameters()),
@@ -86,9 +108,10 @@ def inspect(
         max(exact.rows.get(each, 0) for group in _all(report) for each in group.layers),
         NAMES[dtype],
         config,
-        tuple(_groups(exact, report, wider, how)),
+        tuple(_groups(exact, report, wider and wider.report, how)),
         tuple(settings),
         report.skipped,
+        _only_kept(model, report, targets, widen),
     )
 
 
@@ -99,8 +122,13 @@ def check_sizes(**sizes: int) -> None:
             raise PammError(f"{name} is {size}; give a number, 1 or above.")
 
 
-def find(model: nn.Module, config: PammConfig, targets: str | Iterable[str], widen: bool) -> Report:
-    """The groups that would be converted, and those that would not; the model is as before.
+def find(
+    model: nn.Module,
+    config: PammConfig,
+    targets: str | Iterable[str],
+    widen: bool = False,
+) -> Found:
+    """What would be converted, and what would not; the model is as before.
 
     Raises:
         NothingToConvertError: if the model has no layers with such names.
@@ -108,23 +136,21 @@ def find(model: nn.Module, config: PammConfig, targets: str | Iterable[str], wid
     report = survey(model, config, targets=targets, widen=widen)
     if not (report.converted or report.skipped):
         convert(model, config, targets=targets)  # says what was looked for
-    return report
+    sources = {}
+    if config.recomputes and report.converted:
+        names = [targets] if isinstance(targets, str) else list(targets)
+        for group in groups.find(model, names, probe(model), widen):
+            if group.source is not None:
+                sources[group.name] = group.source
+    return Found(report, sources)
 
 
-def compressed(
-    report: Report, how: Precision, config: PammConfig | None = None
-) -> list[Compressed]:
-    """The groups, for a dry run of the unconverted model; with ``config`` in place of their own."""
-    found = [_as_computed(group, how) for group in report.converted]
-    if config is not None:
-        found = [dataclasses.replace(group, config=config) for group in found]
-    return [Compressed(frozenset(group.layers), group.held_bytes) for group in found]
-
-
-def _wider(model: nn.Module, report: Report, targets: str | Iterable[str]) -> Report | None:
-    """What ``widen`` would find, if it is more."""
-    wider = survey(model, report.config, targets=targets, widen=True)
-    return wider if len(wider.converted) > len(report.converted) else None
+def _only_kept(model: nn.Module, report: Report, targets: str | Iterable[str], widen: bool) -> int:
+    """How many groups are skipped for no other reason than that X cannot be made again."""
+    if not (report.config.recomputes and report.skipped):
+        return 0
+    kept = survey(model, PammConfig("subspace"), targets=targets, widen=widen)
+    return len(kept.converted) - len(report.converted)
 
 
 def _all(report: Report) -> list[ConvertedGroup | SkippedGroup]:

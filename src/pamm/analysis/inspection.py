@@ -11,7 +11,7 @@ from pamm.naming import group_name, merge_names, pattern
 from pamm.report import SkippedGroup, format_bytes, format_ratio, merge_skipped
 
 WORTH = (0.03, 0.10)
-"""Shares of what is kept for backward, below which PAMM is not worth it, and above which it is."""
+"""Shares of what is kept for backward: to free less is not worth it, to free more is."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,16 +39,16 @@ class Setting:
 
     name: str
     exact: int
-    pamm: int
+    converted: int
     weight_copies: int
     """Part of both: autocast's copies of weights."""
     widened: int | None = None
-    """As ``pamm``, with ``widen``; where that makes no difference, ``None``."""
+    """As ``converted``, with ``widen``; where that makes no difference, ``None``."""
 
     @property
     def share(self) -> float:
         """Of the kept bytes, the share that goes."""
-        return self.share_without(self.pamm)
+        return self.share_without(self.converted)
 
     def share_without(self, left: int) -> float:
         """The share that goes if these bytes are left."""
@@ -71,15 +71,17 @@ class Inspection:
     settings: tuple[Setting, ...]
     """The first one is the one asked for."""
     skipped: tuple[SkippedGroup, ...]
+    only_kept: int = 0
+    """How many more groups methods would convert that keep something of X."""
 
     @property
     def verdict(self) -> str:
-        """Whether to use PAMM here, in plain words."""
+        """Whether to convert the model, in plain words."""
         now, best = self.settings[0], max(self.settings, key=lambda each: each.share)
-        saved = now.exact - now.pamm
-        frees = "PAMM frees nothing"
+        saved, method = now.exact - now.converted, self.config.method
+        frees = f"{method} frees nothing"
         if saved > 0:
-            frees = f"PAMM frees {format_bytes(saved)} ({now.share:.1%})"
+            frees = f"{method} frees {format_bytes(saved)} ({now.share:.1%})"
         lines = [
             f"{_worth(now.share)} With {now.name}, {frees} of {format_bytes(now.exact)} kept for "
             "backward."
@@ -94,24 +96,28 @@ class Inspection:
             )
         if best.share > 2 * now.share and best.share >= WORTH[0]:
             lines.append(f"The most would go with {best.name}: {best.share:.1%}.")
-        if any(each.share or each.widened for each in self.settings):
+        if self.only_kept:
+            count = f"{self.only_kept} group{'s' * (self.only_kept > 1)}"
             lines.append(
-                "The price is an approximate weight gradient of these layers. Where a norm makes "
-                "X, computing it again in backward frees the same memory with an exact one."
+                "--method subspace and pamm, which keep something of X, would convert "
+                f"{count} more."
             )
+        if any(each.share or each.widened for each in self.settings):
+            lines.append(_price(method))
         return " ".join(lines)
 
     def __rich__(self) -> RenderableType:
         return Group(self._groups(), "", self._settings(), "", f"[bold]{self.verdict}[/bold]")
 
     def _groups(self) -> RenderableType:
-        ratio = format_ratio(self.config.ratio)
         table = Table(
             title=f"{self.model}: {self.parameters / 1e6:,.1f}M parameters, {self.dtype}, "
-            f"batch {self.batch}, {self.tokens:,} tokens, {self.config.method} with ratio {ratio}",
+            f"batch {self.batch}, {self.tokens:,} tokens, {described(self.config)}",
             title_justify="left",
             caption="X: the input that only these layers keep, its copies included. Held: kept in "
-            "its place. Each for one group.",
+            "its place. Each for one group."
+            + " The norm that makes X again keeps its input alone: what else it kept goes too."
+            * self.config.recomputes,
             caption_justify="left",
         )
         table.add_column("group", overflow="fold")
@@ -148,18 +154,38 @@ class Inspection:
         table = Table(title="The same step in other settings", title_justify="left")
         table.add_column("setting")
         widened = any(each.widened is not None for each in self.settings)
-        columns = ["kept for backward", "with PAMM", "freed"]
+        columns = ["kept for backward", f"with {self.config.method}", "freed"]
         for name in columns + ["with --widen", "freed"] * widened:
             table.add_column(name, justify="right")
         for each in self.settings:
             copies = each.weight_copies
             note = f"\n(of it {format_bytes(copies)} are copies of weights)" if copies else ""
             cells = [each.name + note, format_bytes(each.exact)]
-            for left in (each.pamm, each.widened):
+            for left in (each.converted, each.widened):
                 if left is not None:
                     cells += [format_bytes(left), f"{each.share_without(left):.1%}"]
             table.add_row(*cells)
         return table
+
+
+def described(config: PammConfig) -> str:
+    """A method, with its ratio if it has one."""
+    if config.method in ("exact", "recompute"):
+        return config.method
+    return f"{config.method} with ratio {format_ratio(config.ratio)}"
+
+
+def _price(method: str) -> str:
+    if method == "exact":
+        return "The gradient stays exact: the group shares one cast of X, and that is all."
+    if method == "recompute":
+        return (
+            "The gradient stays exact; the price is the norm's arithmetic, once more in backward."
+        )
+    price = "The price is an approximate weight gradient of these layers."
+    if method == "sampled":
+        return f"{price} --method recompute frees as much, with an exact one."
+    return f"{price} Where a norm makes X, --method recompute frees no less, with an exact one."
 
 
 def _worth(share: float) -> str:

@@ -1,4 +1,4 @@
-"""``pamm plan``: the memory of a training step with PAMM and without, and what fits."""
+"""``pamm plan``: the memory of a training step, converted and not, and what fits."""
 
 import dataclasses
 import functools
@@ -10,14 +10,15 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pamm.analysis.inspect import NAMES, check_sizes, compressed, find
+from pamm.analysis.inspect import NAMES, check_sizes, find
+from pamm.analysis.inspection import described
 from pamm.analysis.meta_model import Source, checkpoint, precision, step
 from pamm.config import PammConfig
 from pamm.errors import PammError
 from pamm.report import SkippedGroup, format_bytes, format_ratio, merge_skipped
 
 RATIOS = tuple(1 / 2**power for power in range(4, 11))
-"""What the ratio is chosen from, 1/16 to 1/1024."""
+"""What PAMM's ratio is chosen from, 1/16 to 1/1024."""
 MOST_GENERATORS = 256
 """More of them make the segment sum slower than it need be (see DESIGN.md)."""
 USABLE = 0.95
@@ -47,59 +48,62 @@ class Plan:
     dtype: str
     config: PammConfig
     exact: Memory
-    pamm: Memory
+    converted: Memory
     memory: int | None = None
     """Of the device; ``None`` if not given. What follows is for this memory."""
     batch_exact: int = 0
     """The largest that fits; 0 if not even 1 does."""
-    batch_pamm: int = 0
-    ratio: float = 0.0
-    """To choose: the largest with which as many fit as with the smallest, and no slower."""
+    batch_converted: int = 0
+    ratio: float | None = None
+    """To choose, with PAMM: the largest with which as many fit as with the smallest, and no
+    slower. ``None`` with other methods, and where none fits."""
     skipped: tuple[SkippedGroup, ...] = ()
     """Groups that are not converted, and why."""
 
     @property
     def advice(self) -> str:
         """In plain words."""
-        less, kept = self.exact.peak - self.pamm.peak, self.exact.saved - self.pamm.saved
+        less, kept = self.exact.peak - self.converted.peak, self.exact.saved - self.converted.saved
+        method = self.config.method
         if less > 0:
             share = f"{less / self.exact.peak:.1%}"
-            lines = [f"PAMM lowers the peak by {format_bytes(less)} ({share})."]
+            lines = [f"{method} lowers the peak by {format_bytes(less)} ({share})."]
         elif kept > 0:
             lines = [
-                "PAMM does not lower the peak of this step: it comes at the end of backward, when "
-                "the gradients of all weights are there and nothing is kept any more."
+                f"{method} does not lower the peak of this step: it comes at the end of backward, "
+                "when the gradients of all weights are there and nothing is kept any more."
             ]
         else:
-            lines = ["PAMM frees nothing in this step."]
+            lines = [f"{method} frees nothing in this step."]
             lines += [f"{name}: {reason}." for name, reason in merge_skipped(self.skipped)]
             return " ".join(lines)
-        if self.memory is not None and not max(self.batch_exact, self.batch_pamm):
+        if self.memory is not None and not max(self.batch_exact, self.batch_converted):
             lines.append("Not even one sequence fits.")
-        elif self.memory is not None and self.batch_pamm == self.batch_exact:
+        elif self.memory is not None and self.batch_converted == self.batch_exact:
             lines.append("No larger batch fits with it.")
-        if self.batch_pamm:
-            tokens = self.pamm.tokens // self.batch * self.batch_pamm
+        if self.ratio is not None:
+            tokens = self.converted.tokens // self.batch * self.batch_converted
             chosen = dataclasses.replace(self.config, ratio=self.ratio)
             lines.append(
                 f"Choose ratio {format_ratio(self.ratio)}: {chosen.generators(tokens)} generators "
                 f"for {tokens:,} tokens. More would take time or room, fewer would only make the "
                 "gradient worse."
             )
+        elif method == "sampled" and self.batch_converted:
+            lines.append("It takes the same memory with any ratio.")
         return " ".join(lines)
 
     def __rich__(self) -> RenderableType:
         table = Table(
             title=f"{self.model}: {self.dtype}, batch {self.batch}, {self.exact.tokens:,} "
-            f"tokens, AdamW (fused); "
-            f"{self.config.method} with ratio {format_ratio(self.config.ratio)}",
+            f"tokens, AdamW (fused)",
             title_justify="left",
             caption="One device; without the libraries' own workspaces (cuBLAS takes 32 MiB on an "
             "H100). Sharding is not counted.",
             caption_justify="left",
         )
         table.add_column("")
-        for name in ("without PAMM", "with PAMM"):
+        for name in ("exact", described(self.config)):
             table.add_column(name, justify="right")
         for name, field in (
             ("weights", "weights"),
@@ -108,10 +112,12 @@ class Plan:
             ("peak of the step", "peak"),
         ):
             table.add_row(
-                name, *(format_bytes(getattr(each, field)) for each in (self.exact, self.pamm))
+                name, *(format_bytes(getattr(each, field)) for each in (self.exact, self.converted))
             )
         if self.memory is not None:
-            largest = (str(each or "none fits") for each in (self.batch_exact, self.batch_pamm))
+            largest = (
+                str(each or "none fits") for each in (self.batch_exact, self.batch_converted)
+            )
             table.add_row(f"largest batch in {USABLE:.0%} of {format_bytes(self.memory)}", *largest)
         return Group(table, Text(self.advice, "bold"))
 
@@ -135,21 +141,21 @@ def plan(
         batch: sequences in one forward pass of one device.
         seq: tokens in each.
         dtype: as for ``inspect``.
-        config: how inputs would be kept; the paper's form, 1/512, if left out.
         memory: of the device, such as ``"24GB"``. GB are counted as 2**30 bytes, as on the cards'
             boxes.
         checkpointing: with full activation checkpointing.
-        targets, widen: which layers, as in ``pamm.convert``.
+        config, targets, widen: as for ``pamm.convert``, with the same defaults.
 
     Raises:
         PammError: as ``inspect``; or if ``memory`` cannot be read.
     """
-    config, how = config or PammConfig("pamm"), precision(dtype)
+    config, how = config or PammConfig(), precision(dtype)
     check_sizes(batch=batch, seq=seq)
     room = None if memory is None else parse_memory(memory)
     source = Source.load(name)
     model = source.build(how.weights)
-    report = find(model, config, targets, widen)
+    converted = find(model, config, targets, widen)
+    report = converted.report
     if checkpointing and not checkpoint(model, how):
         raise PammError(f"{type(model).__name__} does not know activation checkpointing.")
     own = [*model.parameters(), *model.buffers()]
@@ -161,7 +167,7 @@ def plan(
 
     @functools.cache
     def predict(batch: int, config: PammConfig | None) -> Memory:
-        groups = [] if config is None else compressed(report, how, config)
+        groups = [] if config is None else converted.compressed(how, config)
         run = step(model, how, batch, seq, groups)
         tokens = max(run.rows.get(layer, 0) for layer in members)
         return Memory(weights, optimizer, run.saved, weights + optimizer + run.peak, tokens)
@@ -181,6 +187,14 @@ def plan(
     def fits(config: PammConfig | None, batch: int) -> bool:
         return predict(batch, config).peak <= USABLE * room
 
+    found = dataclasses.replace(
+        found,
+        memory=room,
+        batch_exact=largest(functools.partial(fits, None)),
+        batch_converted=largest(functools.partial(fits, config)),
+    )
+    if config.method != "pamm":  # of other methods a ratio takes no memory, or is no row of X
+        return found
     ratios = [dataclasses.replace(config, ratio=ratio) for ratio in RATIOS]
     best = largest(functools.partial(fits, ratios[-1]))
     few = [
@@ -188,13 +202,8 @@ def plan(
         for each in ratios
         if best and each.generators(predict(best, ratios[-1]).tokens) <= MOST_GENERATORS
     ]
-    return dataclasses.replace(
-        found,
-        memory=room,
-        batch_exact=largest(functools.partial(fits, None)),
-        batch_pamm=largest(functools.partial(fits, config)),
-        ratio=next((each for each in few if fits(each, best)), ratios[-1]).ratio,
-    )
+    chosen = next((each for each in few if fits(each, best)), ratios[-1])
+    return dataclasses.replace(found, ratio=chosen.ratio if found.batch_converted else None)
 
 
 def largest(fits: Callable[[int], bool]) -> int:
