@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from pamm.bench.arms import make_arms
 from pamm.bench.model import SIZES, build
-from pamm.bench.op import Shape, bench_op, block
+from pamm.bench.op import METHODS, Shape, bench_op, block
 from pamm.bench.paper import PaperPamm
 from pamm.bench.records import append
 from pamm.bench.report import write_report
@@ -23,6 +23,7 @@ from tests.tolerances import relative_error
 
 CPU = torch.device("cpu")
 CONFIG = PammConfig("pamm", 1 / 16)
+OFFERED = "choose from exact, pamm, paper, subspace, uniform_crs, compact."
 
 
 def run(*arguments: str) -> str:
@@ -63,6 +64,12 @@ def test_op_counts_the_bytes_that_each_arm_holds() -> None:
         assert record["backward_ms"] > 0
 
 
+@pytest.mark.parametrize("name", METHODS)
+def test_op_times_every_method_that_it_offers(name: str) -> None:
+    records = bench_op(Shape(64, 16, 8), CONFIG, CPU, torch.float32, (name,), repeats=1)
+    assert [record["arm"] for record in records] == [name]
+
+
 def test_arms_take_turns() -> None:
     order = []
 
@@ -89,9 +96,11 @@ def test_command_line_writes_records_and_a_report(tmp_path: Path) -> None:
     run("bench", "breakdown", "--model", "tiny", "--repeats", "1", "--layers", "1", *fast)
     records = [json.loads(line) for line in results.read_text().splitlines()]
     assert [record["benchmark"] for record in records] == (
-        ["op"] * 6 + ["model"] * 3 + ["breakdown"] * 9
+        ["op"] * 6 + ["model"] * 4 + ["breakdown"] * 9
     )
     assert all(record["device"] and record["torch"] == torch.__version__ for record in records)
+    arms = [record["arm"] for record in records if record["benchmark"] == "model"]
+    assert arms == ["exact", "sampled", "pamm", "paper"]  # pamm.convert's default is among them
     parts = [r for r in records if r["benchmark"] == "breakdown"]
     for direction in ("forward", "backward"):
         rows = {r["part"]: r["ms"] for r in parts if r["pass"] == direction}
@@ -106,6 +115,14 @@ def test_command_line_writes_records_and_a_report(tmp_path: Path) -> None:
     assert (tmp_path / "docs" / "speed.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_help_of_op_offers_what_it_times() -> None:
+    result = CliRunner().invoke(app, ["bench", "op", "--help"], env={"COLUMNS": "200"})
+    option = " ".join(result.output.replace("│", " ").partition("--arms")[2].split())
+    offered, _, others = option.partition(" sampled and recompute need")
+    assert all(name in offered for name in METHODS)
+    assert "bench model" in others
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -114,6 +131,12 @@ def test_command_line_writes_records_and_a_report(tmp_path: Path) -> None:
         (("op", "--layout", "packed"), "separate or fused"),
         (("op", "--dtype", "int8"), "choose float32, bfloat16"),
         (("op", "--arms", "exact,fast"), "choose from exact, pamm, paper"),
+        (("op", "--arms", "fast"), OFFERED),
+        (("op", "--arms", "exact:1/2"), OFFERED),
+        (("op", "--arms", ","), OFFERED),
+        (("op", "--arms", "exact,sampled:1/4"), "pamm bench model --arms exact,sampled:1/4."),
+        (("op", "--arms", "recompute"), "recompute would need a norm that makes X again"),
+        (("op", "--arms", "pamm+pamm"), "pamm bench model --arms exact,pamm+pamm."),
         (("op", "--ratio", "2"), "above 0 and at most 1"),
         (("op", "--device", "tpu"), "choose cuda, cpu or auto"),
         (("model", "--model", "3B"), "choose one of 60M, 350M, 1B, 7B"),

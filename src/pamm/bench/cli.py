@@ -6,7 +6,8 @@ from typing import Annotated, Any
 import typer
 
 app = typer.Typer(
-    no_args_is_help=True, help="Time exact training against PAMM on this machine, interleaved."
+    no_args_is_help=True,
+    help="Time exact training against the methods on this machine, interleaved.",
 )
 
 _SHAPES, _SIZES = ["4096,512,512"], ["60M"]
@@ -15,11 +16,21 @@ Results = Annotated[
     Path | None,
     typer.Option(help="Append the results to this file, as JSON lines.", show_default=False),
 ]
+OpArms = Annotated[
+    str,
+    typer.Option(
+        help="What to compare: exact, pamm, paper (its own operations), subspace, uniform_crs, "
+        "compact; methods also with a ratio of their own: subspace:1/8. sampled and recompute need "
+        "a norm in front: see bench model."
+    ),
+]
 Arms = Annotated[
     str,
     typer.Option(
-        help="What to compare: exact, pamm, paper (its own operations) and other methods, each "
-        "also with a ratio of its own: subspace:1/8."
+        help="What to compare: exact, sampled (pamm.convert's default), recompute, pamm, paper "
+        "(its own operations), subspace, uniform_crs, compact; methods also with a ratio, and "
+        "sampled with directions: sampled:1/3:64. After a + that of gate and up: "
+        "recompute+sampled:1/8:128."
     ),
 ]
 Shapes = Annotated[
@@ -28,7 +39,7 @@ Shapes = Annotated[
 ]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
 Layout = Annotated[str, typer.Option(help="separate (q, k, v) or fused (one layer).")]
-Ratio = Annotated[str, typer.Option(help="Share of tokens kept as generators.")]
+Ratio = Annotated[str, typer.Option(help="Of pamm and paper: share of tokens kept as generators.")]
 Repeats = Annotated[
     int, typer.Option(help="Measurements of each, of which the median counts.", min=1)
 ]
@@ -41,12 +52,16 @@ def op(
     ratio: Ratio = "1/128",
     dtype: Dtype = "auto",
     layout: Layout = "separate",
-    arms: Arms = "exact,pamm,paper",
+    arms: OpArms = "exact,pamm,paper",
     repeats: Repeats = 20,
     device: Device = "auto",
     results: Results = None,
 ) -> None:
-    """Forward and backward of one attention block's q, k and v, and the bytes held between."""
+    """Forward and backward of one attention block's q, k and v, and the bytes held between.
+
+    Of methods that keep something of X. sampled, which pamm.convert takes by default, and recompute
+    make X again from the norm in front, and are timed in whole steps: pamm bench model.
+    """
     from pamm.bench.op import Shape, bench_op
     from pamm.bench.table import op_table
     from pamm.config import PammConfig
@@ -70,7 +85,7 @@ def model(
     layers: Annotated[
         int | None, typer.Option(help="Fewer layers than the model has.", min=1, show_default=False)
     ] = None,
-    arms: Arms = "exact,pamm,paper",
+    arms: Arms = "exact,sampled,pamm,paper",
     repeats: Repeats = 10,
     device: Device = "auto",
     results: Results = None,

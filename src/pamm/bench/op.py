@@ -9,13 +9,15 @@ import torch
 from torch import nn
 
 from pamm.analysis.memory import saved_bytes
-from pamm.bench.arms import make_arms
+from pamm.bench.arms import ARMS, make_arms, place
 from pamm.bench.records import Record, environment
 from pamm.bench.timing import Mark, interleave
 from pamm.config import PammConfig
 from pamm.errors import PammError
 
 LAYOUTS = ("separate", "fused")
+METHODS = ("exact", "pamm", "paper", "subspace", "uniform_crs", "compact")
+"""What can be timed here. The others need a norm in front that makes X again."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +69,11 @@ def bench_op(
     On CUDA the passes are captured in graphs and replayed: the device's time is measured, and not
     the host's, which ``host_ms`` tells, and which a training step hides behind the device's or
     does not. (The paper's operations cannot be captured.)
+
+    Raises:
+        PammError: if an arm needs more than the projections.
     """
+    _check(names)
     torch.manual_seed(0)
     model = block(shape, device, dtype)
     x = torch.randn(shape.tokens, shape.n, device=device, dtype=dtype, requires_grad=True)
@@ -100,6 +106,23 @@ def bench_op(
         }
         for name, arm in arms.items()
     ]
+
+
+def _check(names: tuple[str, ...]) -> None:
+    """Raise unless all arms can be timed on projections alone."""
+    refused = [
+        name for name in names if name.split(":")[0] not in METHODS or place(name) == len(ARMS)
+    ]
+    if names and not refused:
+        return
+    message = f"arms are {', '.join(names) or 'none'}; choose from {', '.join(METHODS)}."
+    if models := [name for name in refused if place(name) < len(ARMS)]:
+        arms = ",".join(dict.fromkeys(("exact", *models)))
+        message += (
+            f" {' and '.join(models)} would need a norm that makes X again, or gate and up, which "
+            f"whole training steps have: pamm bench model --arms {arms}."
+        )
+    raise PammError(message)
 
 
 class _Run:
