@@ -94,10 +94,15 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("method", ["subspace", "uniform_crs", "compact", "exact"])
-def test_other_methods_take_adapters_in_fp32_on_a_base_in_bf16(method: str) -> None:
+@pytest.mark.parametrize(
+    "config",
+    [pamm.PammConfig(method, 1 / 2) for method in ("subspace", "uniform_crs", "compact")]
+    + [pamm.PammConfig("exact")],
+    ids=lambda config: config.method,
+)
+def test_other_methods_take_adapters_in_fp32_on_a_base_in_bf16(config: pamm.PammConfig) -> None:
     model = lora()
-    pamm.convert(model, pamm.PammConfig(method, ratio=1 / 2))
+    pamm.convert(model, config)
     assert_as_peft(model, lora())
 
 

@@ -45,6 +45,17 @@ def test_directions_for_a_method_without_them_are_refused(method: str) -> None:
         PammConfig(method, directions=8)
 
 
+@pytest.mark.parametrize("method", ["exact", "recompute"])
+def test_a_ratio_for_a_method_without_one_is_refused(method: str) -> None:
+    config = PammConfig(method)
+    assert config.ratio is None
+    assert config.generators(40) == 40
+    assert PammConfig.from_dict(config.to_dict()) == config
+    assert dataclasses.replace(config, seed=1) == PammConfig(method, seed=1)
+    with pytest.raises(PammError, match=f"ratio is 0.125, .* leave it out with '{method}'"):
+        PammConfig(method, 1 / 8)
+
+
 def test_the_method_of_a_configuration_can_be_replaced() -> None:
     assert dataclasses.replace(PammConfig(), method="pamm", ratio=1 / 8) == PammConfig(
         "pamm", 1 / 8

@@ -12,10 +12,11 @@ X = (2, 32, 16)
 NAME = "layers.{}.attention.{{q_proj,k_proj,v_proj}}"
 
 
-def converted(**changes: object) -> Model:
+def converted(method: str = "pamm", ratio: float | None = 1 / 8, **changes: object) -> Model:
     torch.manual_seed(0)
     model = Model()
-    config = pamm.PammConfig(**{"method": "pamm", "ratio": 1 / 8, **changes})  # type: ignore[arg-type]
+    ratio = None if method == "exact" else ratio
+    config = pamm.PammConfig(method, ratio, **changes)  # type: ignore[arg-type]
     pamm.convert(model, config, example=torch.zeros(X))
     return model
 

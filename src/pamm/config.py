@@ -38,8 +38,9 @@ class PammConfig:
         ratio: r, the share of the b tokens kept as generators, 0 < r <= 1:
             k = min(b, max(1, ceil(r b))); 1/512 if left out. With ``"subspace"`` and ``"compact"``
             the share of the n features kept as directions; with ``"subspace"`` 3/8 if left out.
-            With ``"sampled"`` the share of the tokens drawn in backward, 1/2 if left out. A string
-            such as ``"1/512"`` is read as a fraction.
+            With ``"sampled"`` the share of the tokens drawn in backward, 1/2 if left out.
+            ``"recompute"`` and ``"exact"`` have none. A string such as ``"1/512"`` is read as a
+            fraction.
         tolerance: epsilon of the paper's eq. 3, relative to a row's norm: a row is kept if
             ||A_i - A~_i|| <= epsilon ||A_i||. ``None`` (or infinity) keeps every row, which the
             paper found best; 0 keeps the generators alone; 1 and above equal ``None``.
@@ -90,10 +91,16 @@ class PammConfig:
         object.__setattr__(self, "directions", self._directions())
         if self.backend not in BACKENDS:
             raise PammError(f"backend is {self.backend!r}; choose one of {', '.join(BACKENDS)}.")
-        ratio = DEFAULT_RATIO.get(self.method, 1 / 512) if ratio is None else ratio
+        if ratio is not None and self.is_exact:
+            raise PammError(
+                f"ratio is {ratio:g}, which exact methods do not have; leave it out with "
+                f"{self.method!r}."
+            )
+        if ratio is None and not self.is_exact:
+            ratio = DEFAULT_RATIO.get(self.method, 1 / 512)
         object.__setattr__(self, "ratio", ratio)
         # As text: a number that differs between two models torch.compile may turn into a symbol.
-        share = Fraction(ratio).limit_denominator(1 << 20)
+        share = Fraction(ratio or 1).limit_denominator(1 << 20)
         object.__setattr__(self, "_share", f"{share.numerator}/{share.denominator}")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
             raise PammError(f"seed is {self.seed!r}; give a whole number, 0 or above.")
@@ -112,6 +119,11 @@ class PammConfig:
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise PammError(f"directions is {value!r}; give a whole number, 0 or above.")
         return value
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the weight gradient is exact."""
+        return self.method in ("recompute", "exact")
 
     @property
     def recomputes(self) -> bool:

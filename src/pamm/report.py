@@ -89,7 +89,7 @@ class Report:
         """A table for one forward pass over ``tokens`` tokens; equal groups share a line."""
         config = self.config
         settings = config.method
-        if config.method not in ("exact", "recompute"):
+        if not config.is_exact:
             settings += f", ratio {format_ratio(config.ratio)}"
         if config.tolerance is not None:
             settings += f", tolerance {config.tolerance:g}"

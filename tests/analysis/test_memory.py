@@ -20,7 +20,9 @@ X_BYTES = TOKENS * WIDTH * 4
 def measure(method: str | None, autocast: bool = False, **changes: float) -> tuple[list[int], int]:
     """Measured bytes of each group, and the bytes predicted for one; None converts nothing."""
     model, x = Model(WIDTH), torch.randn(SHAPE)
-    config = pamm.PammConfig(method=method or "exact", ratio=1 / 16, **changes)
+    method_or_exact = method or "exact"
+    ratio = None if method_or_exact == "exact" else 1 / 16
+    config = pamm.PammConfig(method_or_exact, ratio, **changes)  # type: ignore[arg-type]
     report = pamm.convert(model, config, example=x)
     layers = group_layers(model)
     if method is None:

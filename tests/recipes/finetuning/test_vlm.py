@@ -257,6 +257,8 @@ class TestSettings:
         half = VlmArm.from_dict("a", {"method": "exact", "vision": {"method": "pamm"}}, 0)
         assert not half.is_exact
         assert VlmArm.from_dict("a", half.to_dict(), 0) == half
+        values = {"method": "pamm", "ratio": "1/512", "vision": {"method": "exact"}}
+        assert VlmArm.from_dict("a", values, 0).vision == EXACT
 
     @pytest.mark.parametrize("key", ["lr", "lr_factor", "targets"])
     def test_what_the_towers_cannot_have_apart_is_refused(self, key: str) -> None:

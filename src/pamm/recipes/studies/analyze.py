@@ -33,7 +33,6 @@ TOLERANCES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0, None)
 NEAR = (0.5, 0.7, 0.8, 0.9, 0.95)  # of Lemma 2, which is for 0 < eps < 1
 DELTA = 0.05
 ANALYSIS = "analysis.json"
-_EXACT = ("exact", "recompute")  # nothing to measure
 _SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)  # of directions and of tokens
 _RATIOS_OF = {"subspace": (1 / 8, 3 / 8), "sampled": (1 / 8, 1 / 4, 1 / 2)}
 _PASS = 4096  # tokens that the model sees at a time
@@ -118,7 +117,7 @@ def _measure(part: Recorded, draws: int) -> dict[str, list[dict[str, Any]]]:
         rows["coverage"].append(as_row(config, tokens, coverage=covered))
         for name, error in gradient_errors(part, config, draws).items():
             rows["errors"].append(as_row(config, tokens, projection=name, **error._asdict()))
-    methods = [method for method in METHODS if method not in _EXACT]
+    methods = [method for method in METHODS if not PammConfig(method).is_exact]
     for config in (PammConfig(m, r) for m in methods for r in _RATIOS_OF.get(m, RATIOS)):
         held = compressor(config).state_bytes(tokens, width, torch.bfloat16) / tokens
         for name, error in gradient_errors(part, config, draws).items():

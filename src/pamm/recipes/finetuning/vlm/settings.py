@@ -10,6 +10,7 @@ from pamm.recipes.settings import Arm, positive, shipped, whole_number
 
 DRAWN = "drawn"
 LORA_KEYS = ("r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "use_dora", "bias")
+_OF_A_METHOD = ("ratio", "tolerance", "directions")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +57,8 @@ class VlmArm(Arm):
         keys = [field.name for field in dataclasses.fields(PammConfig)]
         check_keys(values["vision"], keys, f"vision of arm {name!r}")  # rates are the arm's
         made = Arm.from_dict(name, common, seed)
+        if "method" in values["vision"]:  # to which the other one's numbers mean nothing
+            common = {key: common[key] for key in common if key not in _OF_A_METHOD}
         vision = Arm.from_dict(name, {**common, **values["vision"]}, seed)
         return cls(name, made.config, made.lr, made.lr_factor, made.targets, vision.config)
 
