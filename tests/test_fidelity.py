@@ -181,5 +181,10 @@ def test_a_pattern_without_groups_is_an_error() -> None:
 def test_where_all_gradients_are_exact_the_error_says_so() -> None:
     model = Model()
     pamm.convert(model, pamm.PammConfig("recompute"), example=torch.zeros(X))
-    with pytest.raises(pamm.PammError, match="none has an approximate gradient"), watch(model, "*"):
+    with pytest.raises(pamm.PammError, match=r"nothing to watch.*are exact"), watch(model):
+        pass
+
+
+def test_an_unconverted_model_is_an_error() -> None:
+    with pytest.raises(pamm.PammError, match=r"call pamm\.convert"), watch(Model()):
         pass

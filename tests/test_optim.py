@@ -41,6 +41,14 @@ def test_frozen_and_tied_parameters() -> None:
     assert sum(len(group["params"]) for group in groups) == 3
 
 
+def test_a_factor_where_all_gradients_are_exact_is_refused() -> None:
+    model = Model()
+    pamm.convert(model, pamm.PammConfig("recompute"), example=torch.zeros(2, 20, 16))
+    assert len(pamm.param_groups(model, lr=1.0, lr_factor=1.0)) == 2
+    with pytest.raises(pamm.PammError, match=r"lr_factor is 0.25, .* no weight that it is for"):
+        pamm.param_groups(model, lr=1.0, lr_factor=0.25)
+
+
 def test_schedulers_keep_the_factor() -> None:
     model = Model()
     pamm.convert(model, pamm.PammConfig("pamm"))

@@ -13,6 +13,7 @@ from pamm.errors import PammError
 from pamm.nn import Pamm, groups, is_pamm, refuse_same_names
 from pamm.sharing import Group
 from pamm.stream import Draw
+from pamm.surgery import is_converted
 
 
 class Watched:
@@ -74,7 +75,8 @@ def watch(model: nn.Module, chosen: Iterable[str] | None = None) -> Iterator[Wat
             stand for themselves and for each of their layers. The middle group by default.
 
     Raises:
-        PammError: if no converted layer and no group has such a name, or two groups have one.
+        PammError: if no converted layer and no group has such a name, or two groups have one; or
+            if no group has an approximate gradient.
 
     Example:
         >>> import pamm
@@ -88,6 +90,12 @@ def watch(model: nn.Module, chosen: Iterable[str] | None = None) -> Iterator[Wat
         1.0
     """
     found = groups(model)
+    if not found:
+        raise PammError(
+            "there is nothing to watch: with method 'recompute' all gradients are exact."
+            if is_converted(model)
+            else "this model has no PAMM layers; call pamm.convert(model) first."
+        )
     refuse_same_names(found)
     watched = Watched()
     methods = [group.method for group in found]
@@ -131,8 +139,7 @@ def _picked(
         if layer.pamm_group.name in whole or _matches(name, patterns)
     }
     if patterns and not (whole or single):
-        there = f"there are {names}" if names else "none has an approximate gradient"
-        raise PammError(f"no group is named like {', '.join(patterns)}; {there}.")
+        raise PammError(f"no group is named like {', '.join(patterns)}; there are {names}.")
     return {name: of_group[name] for name in names if name in whole} | single
 
 

@@ -6,8 +6,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from pamm.compressors import Recompute
 from pamm.errors import PammError
 from pamm.nn import check_model, is_pamm
+from pamm.surgery import is_converted
 
 
 def param_groups(
@@ -17,7 +19,8 @@ def param_groups(
 
     The paper pre-trains with ``lr_factor=0.25`` and fine-tunes with 2 or 4; 1 treats all alike.
     Vectors (biases, norm scales) are not decayed, matrices are. Biases of converted layers have
-    exact gradients and keep ``lr``. Schedulers that scale every group keep the factor.
+    exact gradients and keep ``lr``, and so do weights of method ``"recompute"``. Schedulers that
+    scale every group keep the factor.
 
     Args:
         model: converted or not; an unconverted one has no reduced group.
@@ -30,7 +33,8 @@ def param_groups(
         frozen parameters too, and a parameter used twice appears once.
 
     Raises:
-        PammError: if a number is none, or out of range.
+        PammError: if a number is none, or out of range; or for a factor where ``"recompute"`` makes
+            all gradients exact.
 
     Example:
         >>> [group["lr"] for group in param_groups(nn.Linear(2, 2), lr=1.0, lr_factor=0.25)]
@@ -42,7 +46,7 @@ def param_groups(
     if not (_is_number(weight_decay) and weight_decay >= 0):
         raise PammError(f"weight_decay is {weight_decay!r}; give a number, 0 or above.")
 
-    reduced = {id(m.weight) for m in model.modules() if is_pamm(m)}
+    reduced = reduced_weights(model, "lr_factor", lr_factor)
     split: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for parameter in model.parameters():  # yields each parameter once
         if parameter.requires_grad:
@@ -57,6 +61,18 @@ def param_groups(
         }
         for (is_reduced, is_matrix), parameters in sorted(split.items(), reverse=True)
     ]
+
+
+def reduced_weights(model: nn.Module, name: str, factor: float) -> set[int]:
+    """Ids of the weights that the factor of this name is for."""
+    layers = [module for module in model.modules() if is_pamm(module)]
+    found = {id(m.weight) for m in layers if not isinstance(m.pamm_group.method, Recompute)}
+    if factor != 1 and not found and is_converted(model):
+        raise PammError(
+            f"{name} is {factor:g}, and there is no weight that it is for: with method 'recompute' "
+            "all gradients are exact. Set it to 1."
+        )
+    return found
 
 
 def check_positive(name: str, value: object) -> None:

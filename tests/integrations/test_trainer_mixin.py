@@ -164,6 +164,21 @@ def test_the_model_card_calls_no_exact_gradient_approximate(tmp_path: Path) -> N
         assert "computed again in backward, exactly" in card
 
 
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"pamm_lr_factor": 0.25}, "pamm_lr_factor is 0.25, .* no weight that it is for"),
+        ({"pamm_log_steps": 1}, "nothing to watch"),
+    ],
+)
+def test_what_exact_gradients_have_no_use_for_is_refused(
+    tmp_path: Path, changes: dict[str, Any], part: str
+) -> None:
+    made = trainer(tmp_path, pamm=pamm.PammConfig("recompute"), **changes)
+    with pytest.raises(pamm.PammError, match=part):
+        made.train()
+
+
 def test_a_run_with_factor_and_numbers_resumes_to_the_same_weights(tmp_path: Path) -> None:
     changes: dict[str, Any] = {"pamm_lr_factor": 0.25, "pamm_log_steps": 1}
     straight, resumed = llama(), llama()

@@ -24,7 +24,7 @@ from pamm.example import Example
 from pamm.fidelity import watch
 from pamm.naming import Selector, patterns
 from pamm.nn import groups, is_pamm
-from pamm.optim import check_positive
+from pamm.optim import check_positive, reduced_weights
 from pamm.recompute import recomputed_groups
 from pamm.report import Report
 from pamm.surgery import carried, convert, is_converted, restore_carried, seek
@@ -227,7 +227,7 @@ def _split_param_groups(optimizer: Optimizer, model: nn.Module, lr_factor: float
 
     The first groups stay the first: the Trainer logs the rate of the first one.
     """
-    ours = {id(layer.weight) for group in groups(model) for layer in group.layers}
+    ours = reduced_weights(model, "pamm_lr_factor", lr_factor)
     for group in list(optimizer.param_groups):
         taken = [parameter for parameter in group["params"] if id(parameter) in ours]
         if taken:
@@ -245,7 +245,7 @@ class PammTrainerMixin:
     Args:
         pamm: a callback; made of a ``PammConfig`` if that is given.
         pamm_lr_factor: the learning rate of weights trained by PAMM, as a factor of the others'
-            (see ``pamm.param_groups``).
+            (see ``pamm.param_groups``); 1 for ``"recompute"``, whose gradients are exact.
         pamm_log_steps: measure every so many steps, and log with the next loss:
             ``pamm_held_bytes``, ``pamm_dropped_share``, ``pamm_cosine/LAYER``,
             ``pamm_relative_error/LAYER`` and ``pamm_lost/LAYER`` (``pamm.fidelity``). 0 is never.
@@ -254,7 +254,8 @@ class PammTrainerMixin:
         args, kwargs: the Trainer's.
 
     Raises:
-        PammError: if a number is out of range, or numbers are asked of a compiled model.
+        PammError: if a number is out of range, or numbers are asked of a compiled model; when
+            training begins, if a factor or numbers are asked of a model whose gradients are exact.
 
     Example:
         >>> class PammTrainer(PammTrainerMixin, Trainer): ...  # doctest: +SKIP
