@@ -69,6 +69,11 @@ def test_the_papers_row_stands_beside_the_same_training_and_no_other(base: Outco
     assert tables.ratio_name(whole) == "sampled, 64 directions"
     for name in ("slow", "strict", "compact", "gate", "nan"):
         assert made[name]["paper: perplexity"] == ""
+    unseen = variant(base, "unseen", 41.0, method="sampled", held_bytes=0, predicted_bytes=64)
+    nothing = variant(base, "nothing", 41.0, method="recompute", held_bytes=0, predicted_bytes=0)
+    made |= cells(tables.results_table([base, unseen, nothing]))
+    held = [made[name]["held, measured"] for name in ("exact", "unseen", "nothing")]
+    assert held == ["256.00 MiB", "64 B (computed)", "0 B"]
     assert made["nan"]["perplexity"] == "not finite"
     assert made["slow"]["against exact"] == "+2.5%"
 
