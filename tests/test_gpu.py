@@ -10,24 +10,47 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 import pamm
-from pamm import ops
+from pamm import ops, sampling
 from pamm.bench.op import Shape
 from pamm.bench.tune import tune
 from pamm.kernels import tiles
-from tests.tolerances import assert_implementation_error
+from tests.helpers import NAMES
+from tests.tolerances import assert_implementation_error, relative_error
 
 pytestmark = pytest.mark.gpu
 
 TOKENS, FEATURES = 4096, 256
-LAUNCHES_FORWARD = 3  # draw, gather, assign; once for q, k and v
-LAUNCHES_BACKWARD = 2  # segment sum, expansion; for each projection
+PAMM = pamm.PammConfig("pamm", 1 / 128)
+AGAIN = (
+    pamm.PammConfig("recompute"),
+    pamm.PammConfig("sampled", 1 / 2),
+    pamm.PammConfig("sampled", 1 / 4, directions=32),
+)
+LAUNCHES = {
+    # Forward, once for q, k and v: draw, gather, assign. Backward, for each of them, in place of
+    # exact's product: segment sum, expansion.
+    "pamm": (3, 1),
+    # Draw, and two for a number of it; sizes, draw and rows before a product, which may be two.
+    "sampled": (3, 4),
+    "recompute": (0, 0),
+}
 
 
-def attention(ratio: float) -> nn.ModuleDict:
-    layers = {f"{name}_proj": nn.Linear(FEATURES, FEATURES, bias=False) for name in "qkv"}
-    model = nn.ModuleDict(layers).to("cuda", torch.bfloat16)
-    pamm.convert(model, pamm.PammConfig("pamm", ratio))
-    return model
+class Projections(nn.Module):
+    """q, k and v behind a norm."""
+
+    def __init__(self, config: pamm.PammConfig) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(FEATURES)
+        for name in NAMES:
+            setattr(self, name, nn.Linear(FEATURES, FEATURES, bias=False))
+        self.to("cuda", torch.bfloat16)
+        if config.method != "exact":
+            pamm.convert(self, config, example=x())
+
+    def forward(self, h: torch.Tensor) -> list[torch.Tensor]:
+        x = self.norm(h)
+        return [getattr(self, name)(x) for name in NAMES]
 
 
 def x() -> torch.Tensor:
@@ -40,19 +63,29 @@ def _waiting_is_allowed_afterwards() -> Iterator[None]:
     torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("tolerance", [None, 0.5, 0.0])
-@pytest.mark.parametrize("ratio", [1 / 128, 1 / 16])
+@pytest.mark.parametrize(
+    ("config", "compiled"),
+    [
+        *(
+            (pamm.PammConfig("pamm", r, t), False)
+            for r in (1 / 128, 1 / 16)
+            for t in (None, 0.5, 0)
+        ),
+        *((config, False) for config in AGAIN),
+        *((config, True) for config in (PAMM, *AGAIN)),
+    ],
+    ids=str,
+)
 @pytest.mark.usefixtures("_waiting_is_allowed_afterwards")
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
-def test_nothing_waits_for_the_device(ratio: float, tolerance: float | None) -> None:
-    layers = {f"{name}_proj": nn.Linear(FEATURES, FEATURES) for name in "qkv"}
-    model = nn.ModuleDict(layers).to("cuda", torch.bfloat16)
-    pamm.convert(model, pamm.PammConfig("pamm", ratio, tolerance=tolerance))
-    rows = x()
+def test_nothing_waits_for_the_device(config: pamm.PammConfig, compiled: bool) -> None:
+    torch._dynamo.reset()
+    model, rows = Projections(config), x()
+    run = torch.compile(model, fullgraph=True) if compiled else model
     for number in range(3):
         if number == 1:  # the first pass compiles
             torch.cuda.set_sync_debug_mode("error")
-        sum(layer(rows) for layer in model.values()).backward(torch.ones_like(rows))  # type: ignore[union-attr]
+        torch.autograd.backward(run(rows), [torch.ones_like(rows)] * 3)
     with pytest.raises(RuntimeError, match="synchronizing"):  # so the passes above did not wait
         rows.sum().item()
 
@@ -66,18 +99,15 @@ def launches(work: object) -> int:
     return len([e for e in kernels if "Memcpy" not in e.name])
 
 
-def test_launches_of_a_group() -> None:
+@pytest.mark.parametrize("config", [PAMM, *AGAIN[:2]], ids=str)
+def test_launches_of_a_group(config: pamm.PammConfig) -> None:
     """Against the same layers unconverted: three products forward, three and three backward."""
-    model, plain = attention(1 / 128), attention(1 / 128)
-    pamm.revert(plain)
     counts = {}
-    for name, target in (("pamm", model), ("exact", plain)):
-        rows, grad = x(), torch.ones(TOKENS, FEATURES, device="cuda", dtype=torch.bfloat16)
+    for each in (config, pamm.PammConfig("exact")):
+        target, rows, grad = Projections(each), x(), torch.ones_like(x())
 
-        def forward(
-            target: nn.ModuleDict = target, rows: torch.Tensor = rows
-        ) -> list[torch.Tensor]:
-            return [layer(rows) for layer in target.values()]
+        def forward(target: Projections = target, rows: torch.Tensor = rows) -> list[torch.Tensor]:
+            return target(rows)
 
         def backward(outputs: list[torch.Tensor], grad: torch.Tensor = grad) -> None:
             torch.autograd.backward(outputs, [grad] * 3)
@@ -87,11 +117,12 @@ def test_launches_of_a_group() -> None:
         target.zero_grad()
         ahead = launches(forward)
         outputs = forward()
-        counts[name] = ahead, launches(lambda: backward(outputs))  # noqa: B023
-    ahead, back = (a - b for a, b in zip(counts["pamm"], counts["exact"], strict=True))
-    assert ahead <= LAUNCHES_FORWARD
-    # Each projection's two take the place of exact's product, which may itself be two launches.
-    assert back <= 3 * (LAUNCHES_BACKWARD - 1)
+        counts[each.method] = ahead, launches(lambda: backward(outputs))  # noqa: B023
+        norm = launches(lambda: target.norm(rows))  # noqa: B023
+    ahead, back = (a - b for a, b in zip(counts[config.method], counts["exact"], strict=True))
+    once, for_each = LAUNCHES[config.method]
+    assert ahead <= once
+    assert back <= 3 * for_each + norm * config.recomputes
 
 
 @pytest.mark.parametrize("k", [8, 200])
@@ -124,22 +155,30 @@ def test_more_than_2_to_the_31_elements(k: int) -> None:
     assert_implementation_error(weight, same_dtype, truth)
 
 
-@pytest.mark.parametrize("tokens", [16_384])
-def test_the_peak_falls_by_x(tokens: int) -> None:
+@pytest.mark.parametrize("tokens", [(1 << 31) // 512 + 1000])
+def test_drawn_tokens_beyond_2_to_the_31_elements(tokens: int) -> None:
+    """Only the last tokens have gradients, so that all of them are drawn, with weights near 1."""
+    x = torch.empty(tokens, 512, device="cuda", dtype=torch.bfloat16).normal_()
+    g = torch.zeros_like(x)
+    g[-500:].normal_()
+    offset = torch.tensor([0.5], device="cuda", dtype=torch.float64)
+    x_rows, g_rows = ops.sample(x, g, sampling.sizes(g), 600, offset, None, "triton")
+    truth = g[-500:].double().T @ x[-500:].double()
+    assert relative_error(g_rows.T @ x_rows, truth) < 0.1  # some may be drawn twice
+
+
+@pytest.mark.parametrize("config", [pamm.PammConfig("pamm", 1 / 512), *AGAIN[:2]], ids=str)
+def test_the_peak_falls_by_x(config: pamm.PammConfig) -> None:
     """Held between forward and backward, by the allocator's own count."""
-    held = {}
-    for converted in (True, False):
-        model = attention(1 / 512)
-        if not converted:
-            pamm.revert(model)
-        rows = torch.randn(tokens, FEATURES, device="cuda", dtype=torch.bfloat16)
-        before = torch.cuda.memory_allocated()
-        outputs = [layer(rows * 1.0) for layer in model.values()]
-        del rows
-        held[converted] = torch.cuda.memory_allocated() - before
-        del outputs
-    # Each layer read its own product here, so exact training holds three of them.
-    assert held[False] - held[True] >= 0.97 * 3 * tokens * FEATURES * 2
+    rows, held = torch.cat([x()] * 4).detach().requires_grad_(), {}
+    for each in (config, pamm.PammConfig("exact")):
+        model = Projections(each)
+        for _ in range(2):  # the first pass makes the products' workspace
+            before = torch.cuda.memory_allocated()
+            outputs = model(rows)
+            held[each.method] = torch.cuda.memory_allocated() - before
+            del outputs
+    assert held["exact"] - held[config.method] >= 0.97 * rows.nbytes
 
 
 def test_tuning_keeps_results_and_writes_a_file(
@@ -150,7 +189,7 @@ def test_tuning_keeps_results_and_writes_a_file(
     tiles.tile.cache_clear()
     records = tune(
         Shape(TOKENS, FEATURES, FEATURES),
-        pamm.PammConfig("pamm", 1 / 128),
+        PAMM,
         torch.device("cuda"),
         torch.bfloat16,
     )
