@@ -121,6 +121,7 @@ def test_generators_for_every_row_are_drawn_by_the_mask() -> None:
         pamm.PammConfig("sampled", ratio=1 / 4),
         pamm.PammConfig("subspace", ratio=1 / 4),
         pamm.PammConfig("compact", ratio=1 / 4),
+        pamm.PammConfig("recompute"),
     ],
     ids=lambda config: f"{config.method}-{config.tolerance}",
 )

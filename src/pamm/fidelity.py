@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from pamm import ops
 from pamm.compressors import Compressor, State
 from pamm.errors import PammError
 from pamm.nn import Pamm, groups, is_pamm, refuse_same_names
@@ -215,7 +216,7 @@ class _LayerWatcher(StandIn):
     def weight_grad(self, state: State, grad: Float[Tensor, "tokens m"]) -> Float[Tensor, "m n"]:
         x = state[-1]
         made = super().weight_grad(state if self._method.needs_x else state[:-1], grad)
-        with torch.autocast(grad.device.type, enabled=False):
+        with ops.no_autocast(grad):
             approximate, exact = made.double(), (grad.float().T @ x.float()).double()
             pairs = (approximate, approximate), (exact, exact), (approximate, exact)
             products = torch.stack([(a * b).sum() for a, b in pairs])

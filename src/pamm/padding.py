@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from pamm.compressors import Compressor, Pamm
 from pamm.errors import PammError
 from pamm.nn import groups
+from pamm.surgery import is_converted
 
 
 def skip_padding(model: nn.Module, argument: str = "attention_mask") -> Callable[[], None]:
@@ -38,10 +39,9 @@ def skip_padding(model: nn.Module, argument: str = "attention_mask") -> Callable
         >>> stop = skip_padding(model)
         >>> stop()
     """
-    found = groups(model)
-    if not found:
+    if not is_converted(model):
         raise PammError("this model has no PAMM layers; call pamm.convert(model) first.")
-    streams = [group.stream for group in found if _keeps_every_row(group.method)]
+    streams = [group.stream for group in groups(model) if _keeps_every_row(group.method)]
 
     def remember(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         mask = kwargs.get(argument)
