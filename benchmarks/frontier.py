@@ -5,17 +5,20 @@
 Each training is set against exact training of the same study, length and seed. Filled: final
 trainings, with the standard deviation over seeds. Hollow: the first seed's shorter training at the
 best rate. Time is that of whole compiled steps by ``pamm bench model``, or in a race (race.py), of
-the studies' own shape and of a larger one, where PAMM pays more; the perplexities are the studies'
-in both.
+the studies' own shape and of larger ones, where PAMM pays more; the perplexities are the studies'
+in all.
 ``recompute`` is not trained: its gradients are exact's.
 """
 
 import argparse
+import itertools
 import json
 import math
 import statistics
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from matplotlib.transforms import Bbox
 
 from pamm.analysis.plots import COLOURS, new_figure, png
 from pamm.bench.arms import arm_config
@@ -23,9 +26,11 @@ from pamm.config import PammConfig
 from pamm.recipes.studies.ablate import STUDY
 from pamm.recipes.studies.study import Study
 
-SHAPES = ("60M", "1B")
+SHAPES = ("60M", "1B", "7B")
 NOTHING = 0.05  # %: where what holds nothing of X is drawn
 PERPLEXITIES = (0, 1, 2, 5, 10, 20, 50, 100)
+OFFSETS = [(9, 0), (9, 9), (9, -9), (9, 18), (9, -18), (0, 11), (0, -18), (30, 27), (30, -30)]
+"""Of names from their points, in the order of preference."""
 METHODS = ("recompute", "pamm", "subspace", "sampled", "uniform_crs", "compact")
 
 
@@ -148,8 +153,7 @@ def title(studies: list[Study]) -> str:
 def bytes_plot(found: list[Point], title: str) -> bytes:
     """Perplexity above exact's against what is held of X."""
     figure, axes = new_figure(10, 6.5)
-    ours = [point for point in found if point.targets == "attention"]
-    placed = [(point, max(point.held, NOTHING)) for point in ours]
+    placed = [(point, max(point.held, NOTHING)) for point in found]
     _draw(axes, placed)
     axes.set_xscale("log")
     axes.set_xlim(0.7 * NOTHING, 200)
@@ -157,7 +161,7 @@ def bytes_plot(found: list[Point], title: str) -> bytes:
     axes.set_xticks(ticks, ["nothing", *(f"{tick:g}" for tick in ticks[1:])])
     axes.minorticks_off()
     _name(axes, placed)
-    axes.set_xlabel("held for backward, of the inputs X of q, k and v in bf16 (%, log scale)")
+    axes.set_xlabel("held for backward, of the inputs X that are taken, in bf16 (%, log scale)")
     axes.set_title(title)
     return png(figure)
 
@@ -169,7 +173,7 @@ def time_plot(
     slope: float | None,
 ) -> bytes:
     """Perplexity above exact's against the time of a step, and where the two are worth the same."""
-    figure, panels = new_figure(15, 6.5, panels=len(times))
+    figure, panels = new_figure(7 * len(times), 6.5, panels=len(times))
     for axes, (shape, of) in zip(panels, times.items(), strict=True):
         known = [(p, of[key]) for p in found if (key := kind(p.config, p.targets)) in of]
         _draw(axes, known)
@@ -184,7 +188,7 @@ def time_plot(
         axes.set_xlim(low - 2, high + 4)
         _name(axes, known)
         axes.set_xlabel(f"time of a compiled step of LLaMA {shape} (% of exact's)")
-    figure.suptitle(f"{title}\nPerplexities are the study's in both panels")
+    figure.suptitle(f"{title}\nPerplexities are the studies' (60M) in all panels")
     return png(figure)
 
 
@@ -207,7 +211,7 @@ def _draw(axes: Any, placed: list[tuple[Point, float]]) -> None:
 def percent_axis(axes: Any) -> None:
     """Upwards the perplexity above exact's, from nothing to twice as much."""
     axes.set_yscale("symlog", linthresh=1, linscale=0.6)
-    axes.set_ylim(-0.7, 150)
+    axes.set_ylim(-0.7, 200)
     axes.set_yticks(PERPLEXITIES, [f"{each:g}" for each in PERPLEXITIES])
     axes.minorticks_off()
     axes.grid(alpha=0.25)
@@ -215,18 +219,26 @@ def percent_axis(axes: Any) -> None:
 
 
 def _name(axes: Any, placed: list[tuple[Point, float]]) -> None:
-    """Names each cell once, at its final point if it has one: on the side where there is room."""
+    """Names each cell once, at its final point if it has one: at the first place that is free."""
     last = {point.name: (point, place) for point, place in placed}
-    taken = axes.transData.transform([(place, point.above) for point, place in placed])
+    marks = axes.transData.transform([(100, 0), *((place, p.above) for p, place in placed)])
+    taken = [Bbox.from_extents(x - 5, y - 5, x + 5, y + 5) for x, y in marks]
+    frame = axes.get_window_extent()
     for point, place in last.values():
-        x, y = axes.transData.transform((place, point.above))
-        room = 0.12 * axes.bbox.width
-        crowded = any(0 < other - x < room and abs(up - y) < 20 for other, up in taken)
-        axes.annotate(
-            point.name.partition(", bytes")[0], (place, point.above),
-            xytext=(-9, -11) if crowded else (9, 3), ha="right" if crowded else "left",
-            textcoords="offset points", fontsize="small", color=_colour(point),
-        )  # fmt: skip
+        for (dx, dy), side in itertools.product(OFFSETS, ("left", "right")):
+            label = axes.annotate(
+                point.name.partition(", bytes")[0], (place, point.above),
+                xytext=(dx if side == "left" else -dx, dy), ha=side,
+                textcoords="offset points", fontsize="small", color=_colour(point),
+            )  # fmt: skip
+            box = label.get_window_extent()
+            inside = frame.x0 < box.x0 and box.x1 < frame.x1 and box.y1 < frame.y1
+            if inside and not box.count_overlaps(taken):
+                break
+            label.remove()
+        else:
+            raise ValueError(f"no room for the name of {point.name}.")
+        taken.append(box)
 
 
 def _colour(point: Point) -> str:
