@@ -9,6 +9,8 @@ from pamm.recipes.pretraining.settings import PretrainConfig
 from pamm.recipes.studies import cells
 from tests.recipes.helpers import config
 
+FULL = ", full rate"
+
 
 @pytest.fixture
 def base(tmp_path: Path) -> PretrainConfig:
@@ -25,14 +27,27 @@ def test_methods_are_compared_at_equal_bytes_or_more(base: PretrainConfig) -> No
         for ratio in cells.RATIOS
     }
     compared = {name: cell for name, cell in made.items() if ", bytes of " in name}
-    assert len(compared) == 2 * len(cells.RATIOS)
+    assert len(compared) == 2 * 2 * len(cells.RATIOS)
     for name, cell in compared.items():
-        budget = budgets[name.partition(", bytes of ")[2]]
-        held = cells.held(PammConfig(**cell), base)
+        budget = budgets[name.partition(", bytes of ")[2].removesuffix(FULL)]
+        held = cells.held(PammConfig(cell["method"], cell["ratio"]), base)
         row = 2 * 512 if cell["method"] == "uniform_crs" else 2 * base.tokens_per_pass
         assert budget <= held < budget + row + 16, "no more than one row or feature above"
+
+
+def test_methods_are_compared_at_the_runs_rate_and_at_the_full_one(base: PretrainConfig) -> None:
+    made = cells.method(base)
+    lowered = {name for name, cell in made.items() if "lr_factor" not in cell} - {"exact"}
+    assert len(lowered) == 3 * len(cells.RATIOS), "PAMM, Uniform-CRS and CompAct"
+    for name in lowered:
+        assert made[name + FULL] == {**made[name], "lr_factor": 1.0}
     assert made["exact, q/k/v rate x 0.25"] == {"method": "exact", "lr_factor": 0.25}
-    assert made["default"] == {"lr_factor": 1.0}
+    for name in ("subspace 1/8", "subspace 3/8", "default"):
+        assert made[name]["lr_factor"] == 1.0
+        assert name + FULL not in made
+
+    alike = cells.method(dataclasses.replace(base, lr_factor=1.0))
+    assert {*alike} == {name for name in made if not name.endswith((FULL, "x 0.25"))}
 
 
 def test_shapes_are_the_papers_and_keep_the_tokens_of_a_pass(base: PretrainConfig) -> None:

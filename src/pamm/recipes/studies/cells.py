@@ -56,19 +56,25 @@ def tolerance(base: PretrainConfig) -> Cells:
 
 
 def method(base: PretrainConfig) -> Cells:
-    """Other ways to hold the bytes that PAMM holds at each ratio, and this library's default.
+    """Other ways to hold the bytes that PAMM holds at each ratio, and what this library advises.
 
-    They get the least ratio with which they hold no less than PAMM does.
+    They get the least ratio with which they hold no less than PAMM does. Where the run lowers the
+    rate of q, k and v, PAMM and they are trained at the full rate, too: the better one counts. What
+    the library advises has the full rate, with which it is meant to be used.
     """
     made = _exact(base)
     for text in RATIOS:
         config = PammConfig("pamm", text)  # type: ignore[arg-type]
-        made[f"pamm {text}"] = {"method": "pamm", "ratio": text}
+        equal: Cells = {f"pamm {text}": {"method": "pamm", "ratio": text}}
         for name in ("uniform_crs", "compact"):
             share = ratio_for_bytes(name, held(config, base), base)
-            made[f"{name}, bytes of pamm {text}"] = {"method": name, "ratio": share}
+            equal[f"{name}, bytes of pamm {text}"] = {"method": name, "ratio": share}
+        made |= equal
+        if base.lr_factor != 1:
+            for name, cell in equal.items():
+                made[f"{name}, full rate"] = cell | {"lr_factor": 1.0}
     for text in ("1/8", "3/8"):
-        made[f"subspace {text}"] = {"method": "subspace", "ratio": text}
+        made[f"subspace {text}"] = {"method": "subspace", "ratio": text, "lr_factor": 1.0}
     made["default"] = {"lr_factor": 1.0}
     return made
 
