@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,10 @@ from typer.testing import CliRunner, Result
 
 from pamm import extras
 from pamm.cli import app
+from pamm.recipes.finetuning.glue.settings import GlueConfig
+from pamm.recipes.finetuning.vlm.settings import VlmConfig
+from pamm.recipes.pretraining.settings import PretrainConfig
+from pamm.recipes.studies.study import Study
 from tests.recipes.helpers import config
 
 
@@ -76,27 +81,25 @@ def test_usage_errors(arguments: list[str], part: str) -> None:
     check_refused(call(*arguments), part)
 
 
-def test_the_example_in_the_help_is_a_valid_configuration() -> None:
-    from pamm.cli import pretrain
-    from pamm.recipes.pretraining.settings import PretrainConfig
-
-    example = (pretrain.__doc__ or "").partition("\b\n")[2]
-    made = PretrainConfig.from_dict(yaml.safe_load(example))
-    assert [arm.name for arm in made.arms] == ["exact", "pamm-1/128"]
-    shown = call("pretrain", "--help").stdout
-    assert "pamm-1/128: {method: pamm, ratio: 1/128}" in shown
-    assert "text: my-text" in shown
-
-
-def test_the_study_in_the_help_is_a_valid_one() -> None:
-    from pamm.cli import ablate
-    from pamm.recipes.studies.study import Study
-
-    made = Study(**yaml.safe_load((ablate.__doc__ or "").partition("\b\n")[2]))
-    assert "pamm 1/512" in made.cells
-    shown = call("ablate", "--help").stdout
-    assert "- method" in shown
-    assert "seeds: [0, 1, 2]" in shown
+@pytest.mark.parametrize(
+    ("command", "read"),
+    [
+        ("pretrain", PretrainConfig.from_dict),
+        ("ablate", lambda values: Study(**values)),
+        ("finetune glue", GlueConfig.from_dict),
+        ("finetune vlm", VlmConfig.from_dict),
+    ],
+)
+def test_the_example_in_the_help_is_valid_and_shown_whole(
+    command: str, read: Callable[[Any], object]
+) -> None:
+    found: Any = typer.main.get_command(app)
+    for name in command.split():
+        found = found.commands[name]
+    example = found.help.partition("\b\n")[2]
+    assert read(yaml.safe_load(example))
+    shown = call(*command.split(), "--help").stdout
+    assert "".join(example.split()) in "".join(shown.split())
 
 
 @pytest.mark.parametrize(

@@ -23,13 +23,13 @@ def _group() -> None:
 @app.command()
 def glue(
     config: Annotated[
-        str, typer.Option(help="YAML or JSON file, or the paper's.", metavar="FILE")
+        str, typer.Option(help="YAML or JSON file, or paper-glue.", metavar="FILE")
     ] = "paper-glue",
     model: Annotated[
-        str | None, typer.Option(help="Name on the hub or folder of an encoder.", metavar="NAME")
+        str | None, typer.Option(help="Of an encoder: name on the hub, or folder.", metavar="NAME")
     ] = None,
     data: Annotated[
-        str | None, typer.Option(help="hub, or a folder with TASK/train.tsv.", metavar="FOLDER")
+        str | None, typer.Option(help="Folder of TASK/train.tsv, or hub.", metavar="FOLDER")
     ] = None,
     task: Annotated[
         list[str] | None, typer.Option(help="Only this one; may be given several times.")
@@ -46,7 +46,9 @@ def glue(
     name: first
     model: my-encoder                # a folder or a name on the hub
     data: my-glue                    # or: hub
-    tasks: [mrpc, cola]
+    tasks:                           # of GLUE
+      - mrpc
+      - cola
     arms:
       exact: {method: exact}
       pamm-1/128: {method: pamm, ratio: 1/128}
@@ -69,10 +71,10 @@ def vlm(
         str, typer.Option(help="YAML or JSON file, paper-vlm or small-vlm.", metavar="FILE")
     ] = "paper-vlm",
     model: Annotated[
-        str | None, typer.Option(help="Name on the hub or folder; or small-pixtral.")
+        str | None, typer.Option(help="Name on the hub, folder, or small-pixtral.", metavar="NAME")
     ] = None,
     data: Annotated[
-        str | None, typer.Option(help="Folder of CLASS/*.jpg; or drawn.", metavar="FOLDER")
+        str | None, typer.Option(help="Folder of CLASS/*.jpg, or drawn.", metavar="FOLDER")
     ] = None,
     output: Output = Path("runs"),
     workers: Workers = None,
