@@ -4,7 +4,6 @@ import datetime
 import importlib.metadata
 import json
 import os
-import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 
 import pamm
 from pamm.errors import PammError
+from pamm.recipes.commit import commit
 
 Record = dict[str, Any]
 
@@ -26,7 +26,7 @@ def environment(device: torch.device) -> Record:
         "triton": _version("triton"),
         "transformers": _version("transformers"),
         "pamm": pamm.__version__,
-        "commit": os.environ.get("PAMM_COMMIT") or _commit(),
+        "commit": commit(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
 
@@ -53,13 +53,4 @@ def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _commit() -> str | None:
-    """Of the checkout this file lies in; a tree that is none may name it in PAMM_COMMIT."""
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
         return None

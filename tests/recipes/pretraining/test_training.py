@@ -137,6 +137,17 @@ def test_the_result_says_what_was_measured(tmp_path: Path) -> None:
     assert exact["peak_bytes"] > 100 << 20
 
 
+def test_the_result_has_the_commit_that_the_training_began_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def commit() -> str:
+        return "later" if (tmp_path / "exact/metrics.jsonl").exists() else "first"
+
+    monkeypatch.setattr(training, "commit", commit)
+    run(tmp_path, config(tmp_path, steps=1), arm=0)
+    assert read_json(tmp_path / "exact/result.json")["versions"]["commit"] == "first"
+
+
 def test_bytes_under_autocast_are_those_of_the_dtype_that_layers_compute_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,7 +39,7 @@ class ArmResult:
         processes: that trained it together, each on a device of its own.
         device: name.
         device_type: ``cuda`` or ``cpu``.
-        versions: of pamm and what it ran on.
+        versions: of pamm and what it ran on; ``commit`` of its source, ``None`` if not known.
         sharing: trainings that took turns on the device: its speed counts only where it is 1.
             ``None`` if not known.
     """
@@ -64,7 +64,7 @@ class ArmResult:
     processes: int
     device: str
     device_type: str
-    versions: dict[str, str]
+    versions: dict[str, str | None]
     sharing: int | None = None
 
 

@@ -21,6 +21,7 @@ from pamm.errors import PammError
 from pamm.integrations.transformers import PammCallback
 from pamm.recipes.callbacks import StopCallback
 from pamm.recipes.checkpoints import last_checkpoint
+from pamm.recipes.commit import commit
 from pamm.recipes.files import METRICS, RESULT, finite, read_json_lines, write_json
 from pamm.recipes.pretraining.callbacks import (
     MetricsCallback,
@@ -108,6 +109,7 @@ def train_arm(
     transformers.logging.disable_progress_bar()  # of every checkpoint; there is a bar of ours
     torch._dynamo.reset()  # an arm trained before in this process counts as a recompilation
     folder.mkdir(parents=True, exist_ok=True)
+    source = commit()  # now: the checkout may go on while the arm trains
     checkpoint, step = last_checkpoint(folder)
     arguments = _arguments(config, arm, folder)
     if arguments.device.type == "cuda":
@@ -150,7 +152,7 @@ def train_arm(
     if trainer.state.global_step < config.steps:
         return False
     if rank() == 0:
-        result = _result(config, arm, trainer, tokens, read_json_lines(folder / METRICS))
+        result = _result(config, arm, trainer, tokens, read_json_lines(folder / METRICS), source)
         write_json(folder / RESULT, dataclasses.asdict(result))
     if processes() > 1:
         torch.distributed.barrier()  # nobody asks whether the arm is finished before
@@ -217,6 +219,7 @@ def _result(
     trainer: Trainer,
     tokens: Tokens,
     metrics: list[dict[str, Any]],
+    source: str | None,
 ) -> ArmResult:
     device = trainer.args.device
     model: Any = trainer.model  # numel() of a weight that is shared out counts all of it
@@ -251,6 +254,7 @@ def _result(
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "python": platform.python_version(),
+            "commit": source,
         },
         sharing=sharing(),
     )
