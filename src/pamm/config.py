@@ -201,8 +201,8 @@ def check_keys(values: dict[str, Any], allowed: list[str], where: str) -> None:
     for key in values:
         if key not in allowed:
             near = difflib.get_close_matches(str(key), allowed, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise PammError(f"{where} has no key {key!r}; {hint}Allowed: {', '.join(allowed)}.")
+            hint = f"; did you mean {near[0]!r}?" if near else "."
+            raise PammError(f"{where} has no key {key!r}{hint} Allowed: {', '.join(allowed)}.")
 
 
 def _suffix(path: Path) -> str:
