@@ -350,3 +350,20 @@ def test_x_that_does_not_lie_evenly_is_freed_too(
     assert_same_gradients(models)
     one = 3 * 20 * 8 * (2 if autocast else 4)
     assert kept[0] - kept[1] > 2.9 * one
+
+
+@METHODS
+def test_in_a_checkpointed_part_no_cast_of_a_weight_is_kept(method: str) -> None:
+    """The hooks of checkpointing get what the layers save besides X."""
+    x = torch.randn(1, 4, 64)
+    models = twins(Projections(Scale(64), 64), x, method)
+    kept = []
+    for each in models:
+        each.is_checkpointed = True  # type: ignore[assignment]
+        with Alive() as alive:
+            with torch.autocast("cpu", torch.bfloat16):
+                y = each(x)
+            kept.append(alive.bytes())
+        y.float().square().sum().backward()
+    assert_same_gradients(models)
+    assert kept[1] < kept[0] + 64 * 64 * 2

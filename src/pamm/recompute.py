@@ -52,6 +52,13 @@ class _Kept(NamedTuple):
         return self.tensor
 
 
+class _Again(NamedTuple):
+    """In place of X, or of a cast or copy of it."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+
+
 Packed = tuple["Recomputation", int]
 
 
@@ -250,17 +257,19 @@ class Recomputing(Swapped):
         if not isinstance(made, Recomputation):
             return nullcontext()
         addresses = {each.untyped_storage().data_ptr() for each in (input, kept)}
+        # All else goes to the hooks around (checkpointing, offloading), if there are any.
+        around = torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined]
+        keep, give = around or (_Kept.of, _Kept.unchanged)
 
         def pack(tensor: Tensor) -> Any:
             if tensor.untyped_storage().data_ptr() not in addresses:
-                return _Kept.of(tensor)
-            return tensor.dtype, tensor.shape
+                return keep(tensor)
+            return _Again(tensor.dtype, tensor.shape)
 
         def unpack(packed: Any) -> Tensor:
-            if isinstance(packed, _Kept):
-                return packed.unchanged()
-            dtype, shape = packed
-            return made.output(keeper).to(dtype).reshape(shape)
+            if not isinstance(packed, _Again):
+                return give(packed)
+            return made.output(keeper).to(packed.dtype).reshape(packed.shape)
 
         return saved_tensors_hooks(pack, unpack)
 

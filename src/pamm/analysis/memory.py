@@ -10,11 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from pamm.compressors import Compressor, State
-from pamm.fidelity import StandIn
 from pamm.nn import is_pamm
 from pamm.recompute import recomputed_groups
-from pamm.stream import Draw
 
 
 def group_layers(model: nn.Module) -> dict[str, list[str]]:
@@ -60,11 +57,6 @@ def saved_bytes(
                 layer = model.get_submodule(name)
                 for handle in _Watch(layer, parameters, kept[group]).handles:
                     stack.callback(handle.remove)
-                if is_pamm(layer):
-                    ours, method = layer.pamm_group, layer.pamm_group.method
-                    if method.needs_x and not isinstance(method, _States):
-                        stack.callback(setattr, ours, "method", method)
-                        ours.method = _States(method, kept[group])
         # Its weights are cast anew, inside the layers and not before: a watch must see it.
         torch.clear_autocast_cache()
         forward()
@@ -72,21 +64,6 @@ def saved_bytes(
         group: sum(tensor.untyped_storage().nbytes() for tensor in tensors.values())
         for group, tensors in kept.items()
     }
-
-
-class _States(StandIn):
-    """Collects states as they are made: where X is made again, hooks of the layers themselves hide
-    from a watch what they save.
-    """
-
-    def __init__(self, method: Compressor, kept: dict[int, Tensor]) -> None:
-        super().__init__(method)
-        self._kept = kept
-
-    def compress(self, x: Tensor, draw: Draw) -> State:
-        state = super().compress(x, draw)
-        self._kept.update({tensor.untyped_storage().data_ptr(): tensor for tensor in state})
-        return state
 
 
 class _Watch:

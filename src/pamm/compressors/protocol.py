@@ -9,8 +9,7 @@ from torch import Tensor
 from pamm.stream import Draw
 
 State = tuple[Tensor, ...]
-"""What is saved for backward in place of X: tensors only, so that offloading hooks see them (but
-where X is made again: there hooks of the layers come between)."""
+"""What is saved for backward in place of X: tensors only, so that offloading hooks see them."""
 
 
 @runtime_checkable
