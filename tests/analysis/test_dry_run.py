@@ -22,6 +22,7 @@ import pamm
 from pamm.analysis.dry_run import Compressed, DryRun, dry_run
 from pamm.analysis.inspect import find
 from pamm.analysis.meta_model import Precision
+from pamm.integrations.lora import add_lora
 from tests.helpers import Model, saved_bytes, saved_tensors
 
 TOKENS, BATCH = 64, 4
@@ -198,7 +199,24 @@ def test_an_input_made_again_is_there_in_backward_alone() -> None:
 def test_an_input_without_a_gradient_is_kept() -> None:
     """As by a conversion: no backward of the norm says when to make it again."""
     model, loss = normed(is_trained=False)
-    assert dry_run(model, loss, compressed=grouped("norm")).saved == 100 * 8 * 4
+    assert dry_run(model, loss, compressed=grouped("norm")).saved == 100 * 8 * 4 + 16
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.method)
+def test_adapters_in_fp32_keep_what_is_predicted(config: pamm.PammConfig) -> None:
+    """X of the first block, below which all is frozen, stays: once, and not in three copies."""
+    pytest.importorskip("peft")
+    names = [f"model.layers.{n}.self_attn.{name}_proj" for n in range(2) for name in "qkv"]
+    with torch.device("meta"):
+        meta = llama().bfloat16().train()
+    model = llama().bfloat16().train()
+    for each in (meta, model):
+        add_lora(each, names, True)
+    groups = find(meta, config, "attention").compressed(Precision(torch.bfloat16))
+    pamm.convert(model, config)
+    ids = torch.zeros(BATCH, TOKENS, dtype=torch.long)
+    found = dry_run(meta, lambda: meta(input_ids=ids, labels=ids).loss, compressed=groups)
+    assert found.saved == pytest.approx(measured(model, None), rel=0.003)
 
 
 def test_the_model_is_left_as_it_was() -> None:

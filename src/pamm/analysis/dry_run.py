@@ -237,6 +237,7 @@ class _Watch:
         self._sources = {group.source for group in self._group_of.values()} - {None}
         self._inputs: dict[str, Tensor] = {}
         self._again: dict[str, _Again] = {}
+        self._stays: dict[str, int] = {}
         self._running: list[str] = []
         self._hooks: list[Any] = []
         for name, module in model.named_modules():
@@ -262,10 +263,14 @@ class _Watch:
 
     def _after(self, module: nn.Module, args: object, output: Any) -> None:
         name = self._running.pop()
-        if self._inputs.pop(name, None) is not None and name in self._again:
-            again, number = self._again[name], self._memory.meet(output)
-            again.let_go(number, output)
-            again.output = number
+        if self._inputs.pop(name, None) is None:
+            return
+        if name in self._again:
+            again = self._again[name]
+            again.output = self._memory.meet(output)
+            again.let_go(again.output, output)
+        else:  # it has no backward (all below is frozen) in which to make the output again
+            self._stays[name] = output.untyped_storage().nbytes()
 
     def pack(self, tensor: Tensor) -> Tensor | _StandIn:
         """Called for everything that is kept for backward."""
@@ -277,9 +282,9 @@ class _Watch:
             if source := next((name for name in self._running if name in self._inputs), None):
                 return self._let_go(source, number, tensor)
             group = self._group_of.get(keeper)
-            again = None if group is None else self._again.get(group.source or "")
-            if group is not None and (again is not None or group.source is None):
+            if group is not None:
                 state = self._state(group, self.rows[keeper], tensor)
+                again = self._again.get(group.source or "")
                 self._keep(state, keeper)
                 return _StandIn.of(tensor, state, again, again and again.output)
         self._keep(tensor, keeper)
@@ -312,7 +317,9 @@ class _Watch:
     def _state(self, group: Compressed, rows: int, x: Tensor) -> Tensor:
         """One for the whole group."""
         if group.layers not in self._states:
-            size = group.state_bytes(rows)
+            source = group.source or ""
+            stays = 0 if source in self._again else self._stays.get(source, 0)
+            size = group.state_bytes(rows) + stays
             self._states[group.layers] = x.new_empty(size, dtype=torch.uint8)
         return self._states[group.layers]
 
