@@ -1,4 +1,8 @@
+import contextlib
 import dataclasses
+import json
+import os
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +12,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from pamm.errors import PammError
 from pamm.recipes.files import read_json, write_json
+from pamm.recipes.pretraining import tokens
+from pamm.recipes.pretraining.settings import PretrainConfig
 from pamm.recipes.pretraining.tokens import END_OF_TEXT, Blocks, prepare, train_bpe
 from tests.recipes.helpers import config, quiet, text
 
@@ -133,6 +139,85 @@ def test_tokens_that_are_gone_are_made_again_if_they_would_be_the_same(tmp_path:
     write_json(tmp_path / "run/tokens.json", values | {"train_tokens": 1})
     with pytest.raises(PammError, match="gives other tokens now"):
         prepare(made, tmp_path / "run", quiet(), begun=True)
+
+
+class Killed(BaseException):
+    """Nothing catches it."""
+
+
+def tokenised(
+    run: PretrainConfig, to: Path, patch: pytest.MonkeyPatch, at_most: int | None = None
+) -> int:
+    """Batches that ``prepare`` tokenises until it is done, or killed as it begins another one."""
+    of_texts, done = tokens._batches, 0
+
+    def batches(texts: Iterable[str]) -> Iterator[list[str]]:
+        nonlocal done
+        for each in of_texts(texts):
+            if done == at_most:
+                raise Killed
+            done += 1
+            yield each
+
+    with patch.context() as within, contextlib.suppress(Killed):
+        within.setattr(tokens, "_batches", batches)
+        prepare(run, to, quiet())
+    return done
+
+
+@pytest.fixture(params=["files", "hub"])
+def long_run(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> PretrainConfig:
+    """With several batches of text to train on, and of text to validate on."""
+    monkeypatch.setattr(tokens, "_BATCH_CHARACTERS", 1000)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "data").mkdir()
+    for split in ("train", "validation"):
+        rows = [{"text": f"{split} {n} {text(n)}" if n % 7 else " "} for n in range(40)]
+        file = tmp_path / f"data/{split}.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    name = f"hub:{tmp_path}/data::{{}}" if request.param == "hub" else f"{tmp_path}/data/{{}}.jsonl"
+    names = [(name.format(split),) for split in ("train", "validation")]
+    special = tokenizer_file(tmp_path, "<done>")
+    made = config(tmp_path, text=names[0], validation=names[1], tokenizer=special)
+    return dataclasses.replace(made, eval_sequences=30)
+
+
+def left_in(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_kills_while_preparing_lose_no_tokens_and_change_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, long_run: PretrainConfig
+) -> None:
+    every = tokenised(long_run, tmp_path / "straight", monkeypatch)
+    assert every > 4
+    folder = tmp_path / "killed"
+    for _ in range(every - 1):
+        assert tokenised(long_run, folder, monkeypatch, at_most=1) == 1
+        assert not (folder / "tokens.json").exists()
+        with (folder / "tokens.bin.partial").open("ab") as file:
+            file.write(b"half of a batch")
+    assert tokenised(long_run, folder, monkeypatch) == 1, "nothing is done twice"
+    assert left_in(folder) == left_in(tmp_path / "straight")
+
+
+@pytest.mark.parametrize("lost", ["tokens", "count", "tokenizer"])
+def test_what_a_kill_left_is_made_anew_where_it_cannot_be_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, long_run: PretrainConfig, lost: str
+) -> None:
+    folder = tmp_path / "killed"
+    assert tokenised(long_run, folder, monkeypatch, at_most=3) == 3
+    if lost == "tokens":
+        os.truncate(folder / "tokens.bin.partial", 100)
+    elif lost == "count":
+        (folder / "preparing.json").write_text("")
+    else:
+        tokenizer_file(tmp_path, "<over>", "</s>")
+    every = tokenised(long_run, tmp_path / "straight", monkeypatch)
+    assert tokenised(long_run, folder, monkeypatch) == every
+    assert left_in(folder) == left_in(tmp_path / "straight")
 
 
 def test_a_tokenizer_that_cannot_be_loaded(tmp_path: Path) -> None:

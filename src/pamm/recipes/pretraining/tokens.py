@@ -1,16 +1,20 @@
 """From text to blocks of tokens: train or load a tokenizer, pack everything in one mapped array.
 
 In the run folder: ``tokenizer.json``, ``tokens.bin`` (those to train on, then those to validate
-on) and ``tokens.json``, which is written last and says what they were made of.
+on) and ``tokens.json``, which is written last and says what they were made of. Until then
+``tokens.bin.partial`` has what is done, and ``preparing.json`` says how much that is.
 """
 
+import contextlib
 import hashlib
+import itertools
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import tokenizers
 import torch
 from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -75,6 +79,8 @@ class Blocks(Dataset[dict[str, Tensor]]):
 def prepare(config: PretrainConfig, folder: Path, console: Console, begun: bool = False) -> Tokens:
     """Tokenise the run's text into ``folder``, or take what an earlier call left there.
 
+    One that was killed left what it had done: the texts of that are read again, not tokenised.
+
     Args:
         config: text, tokenizer, and how many tokens there must be at least.
         folder: of the tokens.
@@ -106,12 +112,23 @@ def prepare(config: PretrainConfig, folder: Path, console: Console, begun: bool 
     tokenizer, end_of_text = _tokenizer(config, texts, folder, console)
     vocabulary = tokenizer.get_vocab_size()
     dtype = np.dtype(np.uint16 if vocabulary <= 1 << 16 else np.uint32)
-    counts = []
-    partial = folder / "tokens.bin.partial"
+    partial, state = folder / "tokens.bin.partial", folder / "preparing.json"
+    made_of = f"{fingerprint} {tokenizers.__version__} {end_of_text} {tokenizer.to_str()}"
+    made_of = hashlib.sha256(made_of.encode()).hexdigest()
+    done = _done_before(state, partial, made_of, dtype.itemsize)
     bar = progress_bar(console, "tokenising the text", texts.size + held_out.size)
-    with partial.open("wb") as out, bar as advance:
-        for each in (texts, held_out):
-            counts.append(_encode(tokenizer, end_of_text, each, dtype, out, advance))
+    with partial.open("ab") as out, bar as advance:
+        out.truncate(sum(done["tokens"]) * dtype.itemsize)
+        for number, each in enumerate((texts, held_out)):
+            before = done["texts"][number], done["tokens"][number]
+            for read, numbers in _encode(tokenizer, end_of_text, each, *before, advance):
+                out.write(np.array(numbers, dtype=dtype).tobytes())
+                out.flush()
+                os.fsync(out.fileno())  # before the file that says they are there
+                done["texts"][number] += read
+                done["tokens"][number] += len(numbers)
+                write_json(state, done)
+    counts = done["tokens"]
     total, validation = sum(counts), counts[1] or int(counts[0] * _HELD_OUT)
     _check_length(config, total - validation, validation, texts.limit)
     values = {
@@ -129,6 +146,7 @@ def prepare(config: PretrainConfig, folder: Path, console: Console, begun: bool 
         )
     os.replace(partial, folder / "tokens.bin")
     write_json(made, values)
+    state.unlink()
     return Tokens.open(folder)
 
 
@@ -234,17 +252,35 @@ def _tokenizer_file(name: str) -> tuple[Tokenizer, int]:
     return tokenizer, special[ends[0]]
 
 
+def _done_before(state: Path, partial: Path, made_of: str, width: int) -> dict[str, Any]:
+    """Numbers of texts and tokens, to train on and to validate on, that a call before came to.
+
+    None if it was with another text or tokenizer, or if not all of its tokens are there.
+    """
+    with contextlib.suppress(OSError, ValueError):  # there was no call, or the disk lost its file
+        done = read_json(state)
+        if done["made_of"] == made_of and partial.stat().st_size >= sum(done["tokens"]) * width:
+            return done
+    return {"made_of": made_of, "texts": [0, 0], "tokens": [0, 0]}
+
+
 def _encode(
     tokenizer: Tokenizer,
     end_of_text: int | None,
     texts: _Texts,
-    dtype: np.dtype[Any],
-    out: Any,
+    read: int,
+    count: int,
     advance: Advance,
-) -> int:
-    """Append the tokens of ``texts`` to a file, up to their limit; returns how many."""
-    count = 0
-    for batch in _batches(texts.read(advance)):
+) -> Iterator[tuple[int, list[int]]]:
+    """How many texts, and their tokens: batches of them, up to the limit of tokens.
+
+    Goes on behind the first ``read`` texts, which gave ``count`` tokens and are read once more.
+    """
+    if texts.limit is not None:
+        advance(count)
+    if count == texts.limit:
+        return
+    for batch in _batches(itertools.islice(texts.read(advance), read, None)):
         numbers: list[int] = []
         for encoded in tokenizer.encode_batch_fast(batch, add_special_tokens=False):
             numbers += encoded.ids
@@ -253,11 +289,10 @@ def _encode(
         if texts.limit is not None:
             numbers = numbers[: texts.limit - count]
             advance(len(numbers))
-        out.write(np.array(numbers, dtype=dtype).tobytes())
         count += len(numbers)
+        yield len(batch), numbers
         if count == texts.limit:
-            break
-    return count
+            return
 
 
 def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
