@@ -1,5 +1,6 @@
 # make demo   the main job, in a few minutes        make test   linter, types, tests
 # make lint   linter and types alone                make clean  remove the environment and caches
+# make pages  every page and picture in docs that is made from benchmarks/results
 #
 # Each makes the environment in .venv first, once, and again when its requirements change. Needs
 # python3 of version 3.11 or newer; another interpreter: make demo PYTHON=python3.12
@@ -11,7 +12,7 @@ STAMP := .venv/made
 # Threads that spin while they wait starve each other on a busy machine (up to 15 times slower).
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint pages clean
 
 demo: $(STAMP)
 	$(BIN)/pamm demo
@@ -25,6 +26,19 @@ lint: $(STAMP)
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
 	$(BIN)/pytest -o addopts=-ra tests/compiled  # by itself: the compiler cannot trace shape checks
+
+H200 := benchmarks/results/h200
+STUDIES := 60m 60m-beta2-0.999 60m-finals 60m-figures 350m glue-minilm vlm-drawn
+
+pages: $(STAMP)
+	$(BIN)/pamm bench report
+	$(BIN)/pamm report $(STUDIES:%=$(H200)/studies/%) $(H200)/analysis-60m --output docs/results
+	$(BIN)/python benchmarks/frontier.py docs $(H200)/studies/60m $(H200)/studies/60m-finals \
+	  --speeds $(H200)/speed.jsonl $(H200)/race-1b.jsonl
+	$(BIN)/python benchmarks/harm.py plot $(H200)/harm.jsonl $(H200)/studies/60m docs/harm.png
+	$(BIN)/python benchmarks/race.py plot $(H200)/race-1b.jsonl docs/race-1b.png
+	$(BIN)/python benchmarks/scaling.py plot $(H200)/scaling.jsonl docs/scaling.png
+	$(BIN)/python benchmarks/quality_plot.py $(H200) docs
 
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache .hypothesis dist
