@@ -113,9 +113,7 @@ def test_a_converted_model_keeps_what_is_predicted(
     pamm.convert(model, config)
     real = measured(model, autocast)
     found = predicted(make, mode, groups)
-    # Layers whose X is made again hide from outer hooks what else they keep: copies of weights.
-    hidden = 2 * 3 * 128 * 128 * 2 if config.recomputes and autocast else 0
-    assert found.saved - hidden == pytest.approx(real, rel=0.01)
+    assert found.saved == pytest.approx(real, rel=0.01)
     assert found.saved < predicted(make, mode).saved
     assert found.peak < predicted(make, mode).peak
 
