@@ -248,7 +248,8 @@ def ablate(
 @app.command()
 def analyze(
     checkpoint: Annotated[
-        Path, typer.Argument(help="Folder of a trained model.", show_default=False)
+        Path,
+        typer.Argument(help="Folder of a trained model, or of an analysis.", show_default=False),
     ],
     output: Annotated[
         Path, typer.Option(help="Folder of what is written.", metavar="FOLDER")
@@ -269,7 +270,8 @@ def analyze(
 ) -> None:
     """What compression does to a trained model's inputs: error, coverage, PCA, theory.
 
-    Writes analysis.json and, for each chosen block, the pictures of the paper's appendix.
+    Writes analysis.json and, for each chosen block, the pictures of the paper's appendix. Given the
+    folder of an analysis, draws its pictures again, there; those of PCA need the model.
     """
     from pamm.recipes.studies.analyze import analyze
 

@@ -111,11 +111,16 @@ def png(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
-def new_figure(width: float, height: float, panels: int = 1) -> tuple[Figure, Any]:
-    """A figure and its axes; with several panels an array of them, side by side."""
+def new_figure(
+    width: float, height: float, panels: int = 1, rows: int = 1, **how: Any
+) -> tuple[Figure, Any]:
+    """A figure and its axes; with several panels an array of them, side by side.
+
+    ``how`` is for ``Figure.subplots``: what they share.
+    """
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)  # draws without a screen, and without pyplot's global state
-    return figure, figure.subplots(1, panels)
+    return figure, figure.subplots(rows, panels, **how)
 
 
 def plain_numbers(axis: Any) -> None:

@@ -15,7 +15,7 @@ from tests.recipes.helpers import config, quiet, text
 
 KINDS = {
     *("pca", "error-ratio", "error-tolerance", "error-methods"),
-    *("energy", "coverage", "bound", "density", "complexity"),
+    *("energy", "coverage", "bound", "complexity"),
 }
 
 
@@ -69,6 +69,17 @@ def test_a_checkpoint_on_the_text_of_its_run(checkpoint: Path, tmp_path: Path) -
     for row in made["complexity"]:
         assert row["gamma"] == pytest.approx(512 * 96 / (row["k"] * (512 + 96)))
         assert row["exact_us"] > 0
+
+    # What was written is enough for every picture but PCA's: nothing of the model is left here.
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    (output / "analysis.json").rename(alone / "analysis.json")
+    done = CliRunner().invoke(app, ["analyze", str(alone)])
+    assert done.exit_code == 0, done.output
+    pictures = {path.name: path.read_bytes() for path in alone.glob("*.png")}
+    assert pictures.keys() == {f"layer-1-{kind}.png" for kind in KINDS - {"pca"}}
+    for name, picture in pictures.items():
+        assert picture == (output / name).read_bytes()
 
 
 def test_a_text_of_ones_own(

@@ -33,6 +33,7 @@ TOLERANCES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0, None)
 NEAR = (0.5, 0.7, 0.8, 0.9, 0.95)  # of Lemma 2, which is for 0 < eps < 1
 DELTA = 0.05
 ANALYSIS = "analysis.json"
+_MODEL = "config.json"
 _SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)  # of directions and of tokens
 _RATIOS_OF = {"subspace": (1 / 8, 3 / 8), "sampled": (1 / 8, 1 / 4, 1 / 2)}
 _PASS = 4096  # tokens that the model sees at a time
@@ -54,7 +55,9 @@ def analyze(
     """Measure on a checkpoint and a text; write ``analysis.json`` and pictures.
 
     Args:
-        checkpoint: folder of a causal language model, as ``save_pretrained`` writes it.
+        checkpoint: folder of a causal language model, as ``save_pretrained`` writes it; or one that
+            was written here: then its pictures, but for those of PCA, are drawn again, from
+            ``analysis.json`` alone, and nothing else is looked at.
         output: folder of what is written.
         console: shows what is done.
         text: files or folders; without them, the validation tokens of the run that the checkpoint
@@ -68,8 +71,12 @@ def analyze(
     Raises:
         PammError: if the checkpoint, the text or the layers cannot be used.
     """
-    require("train", "transformers", "tokenizers")
     require("plots", "matplotlib")
+    if (checkpoint / ANALYSIS).is_file() and not (checkpoint / _MODEL).is_file():
+        return _draw(checkpoint, console)
+    require("train", "transformers", "tokenizers")
+    from pamm.analysis.figures import pca
+
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = _load(checkpoint).to(device).train()
     run = _run_folder(checkpoint)
@@ -99,13 +106,12 @@ def analyze(
             result[key] += [{"layer": number, **row} for row in rows]
     output.mkdir(parents=True, exist_ok=True)
     write_json(output / ANALYSIS, result)
-    planes = {
-        number: principal_plane(part.x, PammConfig("pamm", 1 / 512))
-        for number, part in zip(chosen, recorded.values(), strict=True)
-    }
-    for path in _draw(result, planes, output):
-        console.print(f"  {path}", markup=False, highlight=False, soft_wrap=True)
-    return result
+    console.print(f"  {output / ANALYSIS}", markup=False, highlight=False, soft_wrap=True)
+    for number, part in zip(chosen, recorded.values(), strict=True):
+        plane = principal_plane(part.x, PammConfig("pamm", 1 / 512))
+        figure = pca(plane, f"PAMM, r = 1/512: layer {number}, {len(part.x):,} tokens")
+        _write(figure, output / f"layer-{number}-pca.png", console)
+    return _draw(output, console)
 
 
 def _measure(part: Recorded, draws: int) -> dict[str, list[dict[str, Any]]]:
@@ -198,56 +204,28 @@ def _complexity(part: Recorded, config: PammConfig) -> dict[str, Any]:
     }
 
 
-def _draw(result: dict[str, Any], planes: dict[int, Any], output: Path) -> list[Path]:
+def _draw(folder: Path, console: Console) -> dict[str, Any]:
+    """Every picture but PCA's, from the ``analysis.json`` in the folder, which is returned."""
     from pamm.analysis import figures
+
+    result = read_analysis(folder)
+    for layer in result["layers"]:
+        for key, figure in figures.of_layer(result, layer).items():
+            _write(figure, folder / f"layer-{layer}-{key}.png", console)
+    return result
+
+
+def _write(figure: Any, path: Path, console: Console) -> None:
     from pamm.analysis.plots import png
 
-    paths = [output / ANALYSIS]
-    for layer in result["layers"]:
-        rows = {
-            key: [row for row in value if row["layer"] == layer]
-            for key, value in result.items()
-            if isinstance(value, list) and key != "layers"
-        }
-        where = f"layer {layer}, {result['tokens']:,} tokens"
-        first = rows["errors"][len({row["projection"] for row in rows["errors"]}) // 2]
-        name = first["projection"]
-        of_one = [row for row in rows["errors"] if row["projection"] == name]
-        kept = [row for row in rows["errors"] if row["tolerance"] is None]
-        compared = [row for row in rows["methods"] if row["projection"] == name]
-        made = {
-            "pca": figures.pca(planes[layer], f"PAMM, r = 1/512: {where}"),
-            "error-ratio": figures.errors(kept, f"Error of the weight gradient, ε = ∞: {where}"),
-            "error-tolerance": figures.over_tolerance(
-                of_one,
-                "total",
-                "relative L2 error (log scale)",
-                f"Error of {name}'s gradient: {where}",
-                logarithmic=True,
-            ),
-            "error-methods": figures.methods(compared, f"Error of {name}'s gradient: {where}"),
-            "energy": figures.energy(rows["energy"], f"How uneven X and G are: {where}"),
-            "coverage": figures.over_tolerance(
-                rows["coverage"], "coverage", "coverage: share of rows kept", f"Coverage: {where}"
-            ),
-            "bound": figures.bound(rows["bound"], result["tokens"], f"Coverage over k: {where}"),
-            "density": figures.density(rows["density"], f"Density of the data: layer {layer}"),
-            "complexity": figures.complexity(
-                rows["complexity"],
-                f"Weight gradient of q, k, v on {result['device']}, "
-                f"{rows['complexity'][0]['dtype']}: {where}",
-            ),
-        }
-        for key, figure in made.items():
-            paths.append(output / f"layer-{layer}-{key}.png")
-            paths[-1].write_bytes(png(figure))
-    return paths
+    path.write_bytes(png(figure))
+    console.print(f"  {path}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _load(checkpoint: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
-    if not (checkpoint / "config.json").is_file():
+    if not (checkpoint / _MODEL).is_file():
         raise PammError(f"{checkpoint} holds no model; give a checkpoint folder of a run.")
     try:
         return AutoModelForCausalLM.from_pretrained(
