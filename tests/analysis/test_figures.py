@@ -144,6 +144,8 @@ def test_errors_over_the_ratio_are_split_for_each_projection() -> None:
     for axes, scale in zip(MADE["ratio"]().axes, SCALES.values(), strict=True):
         drawn = {line.get_label(): line.get_ydata()[0] for line in axes.lines}
         assert drawn == pytest.approx({"total": 5 * scale, "bias": 4 * scale, "noise": 3 * scale})
+        assert axes.get_ylim()[0] == 0
+        assert axes.get_ylim()[1] > 5 * max(SCALES.values()), "no panel's lines are cut off"
 
 
 def test_a_methods_bias_is_drawn_where_every_projection_has_one() -> None:

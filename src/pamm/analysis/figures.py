@@ -86,7 +86,8 @@ def over_ratio(rows: Rows, title: str) -> Figure:
         axes.minorticks_off()
         axes.set_xlabel("ratio r = k / b (log scale)")
         axes.set_ylabel("relative L2 error")
-        axes.set_ylim(0, None)
+    for axes in panels.values():
+        axes.set_ylim(0, None)  # once all is drawn: it fixes the upper end, which they share
     return _finish(figure, title)
 
 
