@@ -177,6 +177,9 @@ def test_inputs_may_be_computed_again(tmp_path: Path) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.model(x)
 
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters())
+
     module = Forward()
     callback = PammCallback(pamm.PammConfig("recompute"), example=torch.zeros(1, 8, 16))
     trainer(tmp_path, callback).fit(module, data())
