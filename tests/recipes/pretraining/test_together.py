@@ -1,5 +1,6 @@
-"""Two processes on the CPU, through torchrun and the command line: DDP and FSDP2."""
+"""Two processes on the CPU, through the command line: torchrun and accelerate, DDP and FSDP2."""
 
+import dataclasses
 import random
 import subprocess
 import sys
@@ -20,18 +21,27 @@ PROJECT = Path(__file__).parents[3]
 STEPS = 16
 
 
-def start(made: PretrainConfig, folder: Path, module: str) -> subprocess.Popen[str]:
+TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node=2")
+# As a GPU's user has it from ``accelerate config``; with --cpu it would start one process alone.
+ACCELERATE = (
+    *("accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1"),
+    *("--mixed_precision=bf16", "--dynamo_backend=no"),
+)
+
+
+def start(
+    made: PretrainConfig, folder: Path, module: str, launcher: tuple[str, ...] = TORCHRUN
+) -> subprocess.Popen[str]:
     """``pamm pretrain`` in two processes."""
     folder.mkdir()
     (folder / "run.yaml").write_text(made.to_yaml())
-    return again(folder, module)
+    return again(folder, module, launcher)
 
 
-def again(folder: Path, module: str) -> subprocess.Popen[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = ["--nproc-per-node=2", "-m", module, "pretrain", "--output", str(folder)]
+def again(folder: Path, module: str, launcher: tuple[str, ...] = TORCHRUN) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", *launcher, "-m", module, "pretrain", "--output", str(folder)]
     return subprocess.Popen(
-        [*launcher, *command, "--config", str(folder / "run.yaml")],
+        [*command, "--config", str(folder / "run.yaml")],
         cwd=PROJECT,
         text=True,
         stdout=subprocess.PIPE,
@@ -86,6 +96,21 @@ def test_two_processes_train_what_one_would_and_survive_a_kill(
     output, _ = resumed.communicate(timeout=120)
     assert resumed.returncode == 0, output
     assert lines(tmp_path / "killed/tiny/pamm-1-16") == lines(approximate), f"killed at {step}"
+
+
+@pytest.mark.slow
+def test_accelerate_starts_the_processes_and_decides_nothing_else(tmp_path: Path) -> None:
+    made = config(tmp_path, batch_size=2, global_batch=8, steps=3)
+    made = dataclasses.replace(made, arms=made.arms[:1])
+    together = start(made, tmp_path / "together", "pamm", ACCELERATE)
+    output, _ = together.communicate(timeout=120)
+    assert together.returncode == 0, output
+    exact = tmp_path / "together/tiny/exact"
+    assert read_json(exact / "result.json")["processes"] == 2
+    tokens = prepare(made, tmp_path / "alone", quiet())
+    assert train_arm(made, made.arms[0], tmp_path / "alone/exact", tokens, quiet(), Stop())
+    for ours, expected in zip(lines(exact), lines(tmp_path / "alone/exact"), strict=True):
+        assert ours == pytest.approx(expected, rel=1e-5), "in fp32"
 
 
 def test_a_step_that_two_processes_cannot_share_is_refused(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -146,6 +147,25 @@ def test_the_result_has_the_commit_that_the_training_began_with(
     monkeypatch.setattr(training, "commit", commit)
     run(tmp_path, config(tmp_path, steps=1), arm=0)
     assert read_json(tmp_path / "exact/result.json")["versions"]["commit"] == "first"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("ACCELERATE_MIXED_PRECISION", "bf16"),
+        ("ACCELERATE_DYNAMO_BACKEND", "EAGER"),
+        ("ACCELERATE_USE_FSDP", "true"),
+    ],
+)
+def test_the_run_decides_how_it_is_trained_not_a_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    made = config(tmp_path, steps=2)
+    run(tmp_path / "alone", made)
+    monkeypatch.setenv(name, value)
+    run(tmp_path / "launched", made)
+    assert lines(tmp_path / "launched/pamm-1-16") == lines(tmp_path / "alone/pamm-1-16")
+    assert name not in os.environ
 
 
 def test_bytes_under_autocast_are_those_of_the_dtype_that_layers_compute_in(

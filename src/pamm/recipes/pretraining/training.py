@@ -34,7 +34,7 @@ from pamm.recipes.pretraining.model import build, compile_blocks
 from pamm.recipes.pretraining.results import ArmResult, perplexity
 from pamm.recipes.pretraining.settings import PretrainConfig
 from pamm.recipes.pretraining.tokens import Blocks, Tokens
-from pamm.recipes.ranks import processes, rank
+from pamm.recipes.ranks import ignore_launcher, processes, rank
 from pamm.recipes.settings import Arm
 from pamm.recipes.stop import Stop
 from pamm.recipes.workers import sharing
@@ -111,6 +111,7 @@ def train_arm(
     folder.mkdir(parents=True, exist_ok=True)
     source = commit()  # now: the checkout may go on while the arm trains
     checkpoint, step = last_checkpoint(folder)
+    ignore_launcher()
     arguments = _arguments(config, arm, folder)
     if arguments.device.type == "cuda":
         gc.collect()
