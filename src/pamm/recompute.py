@@ -222,6 +222,13 @@ class Recomputed(Swapped):
         return not is_sharded and all(isinstance(p, nn.Parameter) for p in self.parameters())
 
 
+def _hooks_around() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
+    """Those that autograd would save with here. PyTorch has no public name for them (2.13): without
+    this one they are passed over, and what they would let go of is kept."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)  # type: ignore[attr-defined]
+    return top(False)  # type: ignore[no-any-return]
+
+
 class Recomputing(Swapped):
     """Mixed into a linear layer's class: it keeps no input that a ``Recomputed`` module made."""
 
@@ -258,8 +265,7 @@ class Recomputing(Swapped):
             return nullcontext()
         addresses = {each.untyped_storage().data_ptr() for each in (input, kept)}
         # All else goes to the hooks around (checkpointing, offloading), if there are any.
-        around = torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined]
-        keep, give = around or (_Kept.of, _Kept.unchanged)
+        keep, give = _hooks_around() or (_Kept.of, _Kept.unchanged)
 
         def pack(tensor: Tensor) -> Any:
             if tensor.untyped_storage().data_ptr() not in addresses:
