@@ -1,6 +1,7 @@
 """Fine-tuning on GLUE: files, settings, what is tuned and chosen, a run from end to end."""
 
 import dataclasses
+import os
 import runpy
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 from pamm.cli import app
 from pamm.config import PammConfig
 from pamm.errors import ArmFailedError, PammError
+from pamm.recipes.commit import commit
 from pamm.recipes.files import read_json_lines, write_json
 from pamm.recipes.finetuning import runs as module
 from pamm.recipes.finetuning.glue.finetune import GluePlan, finetune_glue
@@ -283,12 +285,17 @@ def test_a_diverged_run_has_no_score_and_is_not_chosen(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_loss_that_is_not_finite_scores_nothing(tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_scores_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # the configuration decides
     made = config(tmp_path, lrs=(1e12,), tasks=("cola",), seeds=(0,))
     run = GluePlan(made, tmp_path / "runs").to_do()[0]
     assert train_run(made, run, Stop())
     assert run.result is not None
     assert run.result["score"] is None
+    assert run.result["versions"]["commit"] == commit()
+    assert "ACCELERATE_MIXED_PRECISION" not in os.environ
 
 
 def test_what_failed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,6 +146,13 @@ def test_a_run_that_fails_is_told_and_tried_again(
         assert tries == ["exact", "pamm 1/16"] * count
 
 
+def test_a_launcher_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(PammError, match="without torchrun"):
+        ablate(study(tmp_path), tmp_path / "studies", quiet())
+    assert not (tmp_path / "studies").exists()
+
+
 def test_runs_of_another_configuration_are_refused_and_more_cells_are_welcome(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,10 +17,11 @@ from pamm.analysis.memory import group_layers, saved_bytes
 from pamm.integrations.transformers import PammTrainerMixin
 from pamm.recipes.callbacks import StopCallback
 from pamm.recipes.checkpoints import last_checkpoint
+from pamm.recipes.commit import commit
 from pamm.recipes.files import METRICS, RESULT, finite, write_json, write_text
 from pamm.recipes.finetuning.plan import FinetuneRun
 from pamm.recipes.finetuning.settings import FinetuneConfig
-from pamm.recipes.ranks import processes
+from pamm.recipes.ranks import ignore_launcher, processes
 
 
 class PammTrainer(PammTrainerMixin, Trainer):
@@ -48,6 +49,7 @@ def begin(run: FinetuneRun) -> Path | None:
     transformers.logging.disable_progress_bar()
     run.folder.mkdir(parents=True, exist_ok=True)
     checkpoint, _ = last_checkpoint(run.folder)
+    ignore_launcher()
     transformers.set_seed(run.seed)
     return checkpoint
 
@@ -132,6 +134,7 @@ def write_result(
             "pamm": pamm.__version__,
             "torch": torch.__version__,
             "transformers": transformers.__version__,
+            "commit": commit(),
         },
     }
     write_json(run.folder / RESULT, result)

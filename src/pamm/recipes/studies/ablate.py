@@ -24,6 +24,7 @@ from pamm.errors import ArmFailedError, PammError
 from pamm.extras import require
 from pamm.recipes.files import FAILED, lock, write_json, write_text
 from pamm.recipes.pretraining.settings import PretrainConfig
+from pamm.recipes.ranks import processes
 from pamm.recipes.studies.study import Run, Study
 from pamm.recipes.workers import work
 from pamm.report import format_bytes
@@ -45,11 +46,17 @@ def ablate(
         workers: processes at a time; one for each GPU in sight by default, or one on the CPU.
 
     Raises:
-        PammError: if the folder holds runs of the same names and other configurations.
+        PammError: if the folder holds runs of the same names and other configurations, or under
+            a launcher of several processes.
         ArmFailedError: if trainings failed; the others are finished then.
         KeyboardInterrupt: once all workers have written their checkpoints.
     """
     require("train", "transformers", "accelerate", "tokenizers", "tensorboard")
+    if processes() > 1:
+        raise PammError(
+            "the trainings of a study run on one device each, and several at a time. Give the "
+            "command without torchrun or accelerate launch; it takes all GPUs in sight."
+        )
     folder = output / study.name
     _prepare(study, folder, console)
     todo = study.to_do(folder)
