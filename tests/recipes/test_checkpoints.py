@@ -17,23 +17,33 @@ def test_the_last_checkpoint_is_the_newest_that_is_whole(tmp_path: Path) -> None
     assert not (tmp_path / "checkpoint-11").exists()
 
 
-def test_a_checkpoint_of_fewer_processes_is_refused_and_stays(
+def test_a_checkpoint_of_another_number_of_processes_is_refused_and_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def write(step: int, *states: str) -> Path:
+    def write(step: int, states: int) -> Path:
         folder = tmp_path / f"checkpoint-{step}"
         folder.mkdir()
         (folder / "trainer_state.json").write_text(f'{{"global_step": {step}}}')
-        for name in states:
-            (folder / name).touch()
+        for name in range(states):
+            (folder / f"rng_state_{name}.pth").touch()
         return folder
 
+    def refused(now: int, newest: Path, states: int) -> None:
+        monkeypatch.setenv("WORLD_SIZE", str(now))
+        before = sorted(tmp_path.iterdir())
+        text = rf"{newest.name} has the states of {states} processes; there are {now} now\. Go on"
+        with pytest.raises(PammError, match=text):
+            last_checkpoint(tmp_path)
+        assert sorted(tmp_path.iterdir()) == before
+
+    one = write(10, 0)
+    (one / "rng_state.pth").touch()
+    refused(2, one, 1)
+    write(20, 2)
+    two = write(30, 2)
+    refused(1, two, 2)
+    refused(3, two, 2)
+    half = write(40, 1)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    one = write(10, "rng_state.pth")
-    with pytest.raises(PammError, match=r"checkpoint-10 does not have .* of 2 processes\. Go on"):
-        last_checkpoint(tmp_path)
-    assert one.exists()
-    two, half = write(20, "rng_state_0.pth", "rng_state_1.pth"), write(30, "rng_state_0.pth")
-    assert last_checkpoint(tmp_path) == (two, 20)
-    assert two.exists()
+    assert last_checkpoint(tmp_path) == (two, 30)
     assert not half.exists()

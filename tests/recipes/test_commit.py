@@ -1,3 +1,4 @@
+import functools
 import subprocess
 from pathlib import Path
 
@@ -14,6 +15,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path.parent.mkdir()
     path.touch()
     monkeypatch.setattr(commit, "__file__", str(path))
+    monkeypatch.setattr(commit, "commit", functools.cache(commit.commit.__wrapped__))
     git(tmp_path, "init", "--quiet")
     record(tmp_path)
     return path
@@ -33,7 +35,13 @@ def test_it_is_that_of_the_checkout_the_file_belongs_to(source: Path) -> None:
     assert commit.commit() is None, "installed inside of another project's checkout"
     git(source.parent, "add", source.name)
     record(source.parent)
-    assert commit.commit() == git(source.parent, "rev-parse", "--short", "HEAD")
+    commit.commit.cache_clear()
+    now = git(source.parent, "rev-parse", "--short", "HEAD")
+    assert commit.commit() == now
+    (source.parent / "more").touch()
+    git(source.parent, "add", "more")
+    record(source.parent)
+    assert commit.commit() == now, "what this process runs"
 
 
 def test_a_copy_without_a_checkout_may_name_it(

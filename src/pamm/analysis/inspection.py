@@ -170,7 +170,7 @@ class Inspection:
 
 def described(config: PammConfig) -> str:
     """A method, with its ratio if it has one."""
-    if config.method in ("exact", "recompute"):
+    if config.is_exact:
         return config.method
     return f"{config.method} with ratio {format_ratio(config.ratio)}"
 

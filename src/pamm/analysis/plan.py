@@ -193,7 +193,7 @@ def plan(
         batch_exact=largest(functools.partial(fits, None)),
         batch_converted=largest(functools.partial(fits, config)),
     )
-    if config.method != "pamm":  # of other methods a ratio takes no memory, or is no row of X
+    if config.method != "pamm":  # whose ratio is what a person would choose by memory
         return found
     ratios = [dataclasses.replace(config, ratio=ratio) for ratio in RATIOS]
     best = largest(functools.partial(fits, ratios[-1]))

@@ -12,32 +12,32 @@ def last_checkpoint(folder: Path) -> tuple[Path | None, int]:
     """The newest checkpoint that was written to its end, and its step; removes unfinished ones.
 
     Raises:
-        PammError: if all there are lack states of processes that this run has: of fewer, or of as
-            many that were stopped while they wrote.
+        PammError: if the newest has the states of more or fewer processes than this run.
     """
-    whole, part = {}, []
+    found = {}
     for path in folder.glob("checkpoint-*"):
         try:  # the Trainer writes this file last, but for the states of other processes
-            step = read_json(path / "trainer_state.json")["global_step"]
+            found[read_json(path / "trainer_state.json")["global_step"]] = path
         except (OSError, ValueError):
             if rank() == 0:
                 shutil.rmtree(path)
-            continue
-        if processes() == 1 or len(list(path.glob("rng_state_*"))) >= processes():
-            whole[step] = path
-        else:
-            part.append(path)
-    if part and not whole:
+    states = {step: _states(path) for step, path in found.items()}
+    newest = max(found, default=0)
+    if found and states[newest] < processes() in states.values():
+        if rank() == 0:  # the run was stopped while other processes wrote
+            shutil.rmtree(found.pop(newest))
+        newest = max(step for step in states if step != newest)
+    if found and states[newest] != processes():
         raise PammError(
-            f"{part[0]} does not have the states of {processes()} processes. Go on with as many "
-            "processes as before; or if it is all there is of a run that was stopped while it "
-            "wrote it, or you want to begin anew, remove it first."
+            f"{found[newest]} has the states of {states[newest]} processes; there are "
+            f"{processes()} now. Go on with as many as before, or remove it to begin before it."
         )
-    if rank() == 0:
-        for path in part:
-            shutil.rmtree(path)
-    step = max(whole, default=0)
-    return whole.get(step), step
+    return found.get(newest), newest
+
+
+def _states(checkpoint: Path) -> int:
+    """Of how many processes it has the states; one by itself writes rng_state.pth."""
+    return len(list(checkpoint.glob("rng_state_*"))) or 1
 
 
 def remove_checkpoints(folder: Path) -> None:

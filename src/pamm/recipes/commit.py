@@ -1,12 +1,17 @@
 """Which state of the source a result is from."""
 
+import functools
 import os
 import subprocess
 from pathlib import Path
 
 
+@functools.cache
 def commit() -> str | None:
-    """Of the checkout this file belongs to; a copy that is in none may name it in PAMM_COMMIT."""
+    """Of the checkout this file belongs to; a copy that is in none may name it in PAMM_COMMIT.
+
+    As it was when it was first asked for: what a process runs stays, where its checkout goes on.
+    """
     here = Path(__file__)
     if named := os.environ.get("PAMM_COMMIT"):
         return named

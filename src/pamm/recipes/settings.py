@@ -22,8 +22,9 @@ class Arm:
         name: any text; ``folder`` is the name that file systems accept.
         config: how inputs are kept. With method ``"exact"`` the model is not converted at all.
         lr: peak learning rate of this arm; ``None`` takes the run's.
-        lr_factor: on it for the converted layers in this arm, exact or not; ``None`` takes the
-            run's, or 1 if the arm is exact.
+        lr_factor: on it for the chosen layers in this arm: those with an approximate gradient, or
+            all with method ``"exact"``; ``None`` takes the run's, or 1 if no gradient is
+            approximate.
         targets: ``"attention"`` (q, k, v) or ``"mlp"`` (gate and up), as in ``pamm.convert``.
     """
 
@@ -47,6 +48,11 @@ class Arm:
                 object.__setattr__(
                     self, key, positive(f"{key} of arm {self.name!r}", getattr(self, key))
                 )
+        if self.lr_factor not in (None, 1) and not (self.approximates or self.is_exact):
+            raise PammError(
+                f"lr_factor of arm {self.name!r} is {self.lr_factor:g}, but with method "
+                "'recompute' no gradient is approximate. Leave it out; method 'exact' may have one."
+            )
 
     @property
     def folder(self) -> str:
@@ -57,6 +63,11 @@ class Arm:
     def is_exact(self) -> bool:
         """Whether the model stays as it is."""
         return self.config.method == "exact"
+
+    @property
+    def approximates(self) -> bool:
+        """Whether some gradient is approximate."""
+        return not self.config.is_exact
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values; rates that come from the run are left out, and q, k and v as targets."""

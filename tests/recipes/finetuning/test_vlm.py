@@ -259,6 +259,18 @@ class TestSettings:
         assert VlmArm.from_dict("a", half.to_dict(), 0) == half
         values = {"method": "pamm", "ratio": "1/512", "vision": {"method": "exact"}}
         assert VlmArm.from_dict("a", values, 0).vision == EXACT
+        strict = values | {"vision": {"method": "pamm", "tolerance": 0.5}}
+        assert VlmArm.from_dict("a", strict, 0).vision == pamm.PammConfig("pamm", 1 / 512, 0.5)
+
+    @pytest.mark.parametrize("method", ["exact", "recompute"])
+    def test_a_factor_is_searched_where_either_tower_approximates(
+        self, tmp_path: Path, method: str
+    ) -> None:
+        half = VlmArm.from_dict("a", {"method": method, "vision": {"method": "pamm"}}, 0)
+        whole = VlmArm.from_dict("b", {"method": method}, 0)
+        made = config(tmp_path, arms=(half, whole), lr_factors=(1, 2))
+        found = {(run.arm.name, run.lr_factor) for run in VlmPlan(made, tmp_path / "runs").to_do()}
+        assert found == {("a", 1), ("a", 2), ("b", 1)}
 
     @pytest.mark.parametrize("key", ["lr", "lr_factor", "targets"])
     def test_what_the_towers_cannot_have_apart_is_refused(self, key: str) -> None:

@@ -171,6 +171,12 @@ def test_a_factor_of_the_run_is_not_for_exact_arms_and_one_of_the_arm_is() -> No
     arms = {"exact": {"method": "exact"}, "slow": {"method": "exact", "lr_factor": 0.5}, "pamm": {}}
     config = PretrainConfig.from_dict(VALUES | {"arms": arms, "lr_factor": 0.25})
     assert [config.lr_factor_of(arm) for arm in config.arms] == [1.0, 0.5, 0.25]
+    again = {"again": {"method": "recompute"}}
+    config = PretrainConfig.from_dict(VALUES | {"arms": again, "lr_factor": 0.25})
+    assert config.lr_factor_of(config.arms[0]) == 1
+    again["again"] |= {"lr_factor": 0.5}
+    with pytest.raises(PammError, match=r"lr_factor of arm 'again' is 0\.5, but with method 'reco"):
+        PretrainConfig.from_dict(VALUES | {"arms": again})
 
 
 def test_a_wrong_name_is_answered_with_those_that_there_are() -> None:

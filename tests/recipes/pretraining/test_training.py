@@ -16,6 +16,7 @@ from pamm.cli import app
 from pamm.config import PammConfig
 from pamm.errors import PammError
 from pamm.recipes.checkpoints import last_checkpoint
+from pamm.recipes.commit import commit
 from pamm.recipes.files import finite, read_json, read_json_lines
 from pamm.recipes.pretraining import training
 from pamm.recipes.pretraining.model import build, llama_config
@@ -138,15 +139,9 @@ def test_the_result_says_what_was_measured(tmp_path: Path) -> None:
     assert exact["peak_bytes"] > 100 << 20
 
 
-def test_the_result_has_the_commit_that_the_training_began_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def commit() -> str:
-        return "later" if (tmp_path / "exact/metrics.jsonl").exists() else "first"
-
-    monkeypatch.setattr(training, "commit", commit)
+def test_the_result_has_the_commit_that_the_training_began_with(tmp_path: Path) -> None:
     run(tmp_path, config(tmp_path, steps=1), arm=0)
-    assert read_json(tmp_path / "exact/result.json")["versions"]["commit"] == "first"
+    assert read_json(tmp_path / "exact/result.json")["versions"]["commit"] == commit()
 
 
 @pytest.mark.parametrize(

@@ -153,7 +153,7 @@ class Plan(Generic[C]):
     def _factors(self, arm: Arm) -> tuple[float, ...]:
         if arm.lr_factor is not None:
             return (arm.lr_factor,)
-        return (1.0,) if arm.is_exact or arm.config.is_exact else self.config.lr_factors
+        return self.config.lr_factors if arm.approximates else (1.0,)
 
     def _factor_runs(self, arm: Arm) -> list[FinetuneRun]:
         """Every rate with every factor on one task; none if there is nothing to choose."""

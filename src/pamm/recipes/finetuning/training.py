@@ -49,6 +49,7 @@ def begin(run: FinetuneRun) -> Path | None:
     transformers.logging.disable_progress_bar()
     run.folder.mkdir(parents=True, exist_ok=True)
     checkpoint, _ = last_checkpoint(run.folder)
+    commit()  # of now, not of when the run is trained
     ignore_launcher()
     transformers.set_seed(run.seed)
     return checkpoint

@@ -30,9 +30,7 @@ from pamm.recipes.ranks import processes
 from pamm.recipes.settings import Arm
 
 CONFIG = "config.yaml"
-_PREPARED = {
-    *("text.jsonl", "tokenizer.json", "tokens.bin", "tokens.json", "preparing.json", ".lock")
-}
+_PREPARED = {"text.jsonl", "tokenizer.json", "tokens.bin", "tokens.json", "preparing.json", ".lock"}
 
 
 def pretrain(config: PretrainConfig, output: Path, console: Console) -> list[ArmResult]:

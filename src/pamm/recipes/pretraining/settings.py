@@ -178,7 +178,7 @@ class PretrainConfig:
         """Factor on it for q, k and v. The run's is for weights with an approximate gradient."""
         if arm.lr_factor is not None:
             return arm.lr_factor
-        return 1.0 if arm.config.is_exact else self.lr_factor
+        return self.lr_factor if arm.approximates else 1.0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for YAML."""

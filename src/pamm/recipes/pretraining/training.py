@@ -109,7 +109,7 @@ def train_arm(
     transformers.logging.disable_progress_bar()  # of every checkpoint; there is a bar of ours
     torch._dynamo.reset()  # an arm trained before in this process counts as a recompilation
     folder.mkdir(parents=True, exist_ok=True)
-    source = commit()  # now: the checkout may go on while the arm trains
+    commit()  # of now, not of when the arm is trained
     checkpoint, step = last_checkpoint(folder)
     ignore_launcher()
     arguments = _arguments(config, arm, folder)
@@ -153,7 +153,7 @@ def train_arm(
     if trainer.state.global_step < config.steps:
         return False
     if rank() == 0:
-        result = _result(config, arm, trainer, tokens, read_json_lines(folder / METRICS), source)
+        result = _result(config, arm, trainer, tokens, read_json_lines(folder / METRICS))
         write_json(folder / RESULT, dataclasses.asdict(result))
     if processes() > 1:
         torch.distributed.barrier()  # nobody asks whether the arm is finished before
@@ -220,7 +220,6 @@ def _result(
     trainer: Trainer,
     tokens: Tokens,
     metrics: list[dict[str, Any]],
-    source: str | None,
 ) -> ArmResult:
     device = trainer.args.device
     model: Any = trainer.model  # numel() of a weight that is shared out counts all of it
@@ -255,7 +254,7 @@ def _result(
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "python": platform.python_version(),
-            "commit": source,
+            "commit": commit(),
         },
         sharing=sharing(),
     )

@@ -36,6 +36,11 @@ class VlmArm(Arm):
         """Whether the model stays as it is."""
         return all(config.method == "exact" for config in self.towers.values())
 
+    @property
+    def approximates(self) -> bool:
+        """Whether some gradient is approximate, in either tower."""
+        return not all(config.is_exact for config in self.towers.values())
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values; what the vision tower shares with the rest is left out."""
         values = super().to_dict()
@@ -57,7 +62,8 @@ class VlmArm(Arm):
         keys = [field.name for field in dataclasses.fields(PammConfig)]
         check_keys(values["vision"], keys, f"vision of arm {name!r}")  # rates are the arm's
         made = Arm.from_dict(name, common, seed)
-        if "method" in values["vision"]:  # to which the other one's numbers mean nothing
+        if values["vision"].get("method", made.config.method) != made.config.method:
+            # The other one's numbers mean nothing to it.
             common = {key: common[key] for key in common if key not in _OF_A_METHOD}
         vision = Arm.from_dict(name, {**common, **values["vision"]}, seed)
         return cls(name, made.config, made.lr, made.lr_factor, made.targets, vision.config)
