@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from pamm.adapters import PammAdapter
 from pamm.analysis.memory import group_layers, saved_bytes
 from pamm.fidelity import watch
 from pamm.nn import groups
+from pamm.recompute import Recomputed
 from tests.helpers import NAMES, counted_compressions, exact_config, pamm_layers
 
 peft = pytest.importorskip("peft")
@@ -316,6 +318,56 @@ class TestAdapters:
         assert_as_peft(model, plain, "nothing" if method == "recompute" else "lora_A")
         assert pamm.revert(model) == len(names) * BLOCKS  # and not the frozen layers
 
+    def test_it_is_told_once(self) -> None:
+        base = llama()
+        pamm.convert(base, CONFIG)
+        model = lora(base=base)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            step(model)
+            step(model)
+        assert len(told) == BLOCKS
+
+    @pytest.mark.parametrize("method", ["pamm", "sampled", "recompute"])
+    def test_what_peft_did_not_wrap_stays_converted(self, method: str) -> None:
+        base, config = llama(), pamm.PammConfig(method)
+        pamm.convert(base, config)
+        model = lora(base=base, layers_to_transform=[1])
+        pamm.convert(model, config)
+        model.requires_grad_(True)
+        assert pamm.revert(model.base_model.model.model.layers[0]) == 3
+
+    @pytest.mark.filterwarnings("ignore:all weights of a converted group are frozen")  # block 0
+    @pytest.mark.parametrize("then", ["pamm", "recompute"])
+    def test_norms_whose_readers_are_reverted_run_once_again(self, then: str) -> None:
+        base = llama()
+        pamm.convert(base, pamm.PammConfig("recompute"))
+        model = lora(base=base, layers_to_transform=[1])
+        pamm.convert(model, pamm.PammConfig(then))
+        again = [name for name, m in model.named_modules() if isinstance(m, Recomputed)]
+        assert [name.split(".")[4] for name in again] == ["0"] + ["1"] * (then == "recompute")
+        (logits, _), (expected, _) = step(model), step(lora(layers_to_transform=[1]))
+        assert torch.equal(logits, expected)
+
+    @pytest.mark.parametrize("covered", ["self_attn.k_proj.base_layer", "input_layernorm"])
+    def test_where_one_cannot_be_reverted_nothing_is_changed(self, covered: str) -> None:
+        base = llama()
+        pamm.convert(base, pamm.PammConfig("recompute"))
+        model = lora(base=base)
+        layer = model.get_submodule(f"base_model.model.model.layers.1.{covered}")
+        layer.forward = layer.forward
+        before = {name: type(module) for name, module in model.named_modules()}
+        with pytest.raises(pamm.PammError, match=rf"layers\.1\.{covered} was given a forward"):
+            pamm.convert(model, CONFIG)
+        assert {name: type(module) for name, module in model.named_modules()} == before
+
+    @pytest.mark.parametrize("method", ["pamm", "recompute"])
+    def test_frozen_for_a_while_it_counts_as_converted(self, method: str) -> None:
+        model = lora()
+        pamm.convert(model, pamm.PammConfig(method))
+        model.requires_grad_(False)
+        pamm.seek(model, 1)
+
     def test_a_base_that_is_trained_as_well(self) -> None:
         model = lora()
         for name, parameter in model.named_parameters():
@@ -377,9 +429,13 @@ class TestXMadeAgain:
         assert len(report.converted) == BLOCKS
         expected = BLOCKS * 8 if method == "sampled" else 0
         assert held(model, group_layers(model), autocast) == report.held_bytes(TOKENS) == expected
-        with watch(model) as watched:
-            step(model)
-        assert watched.metrics()["held_bytes"] == expected
+        if method == "sampled":
+            with watch(model) as watched:
+                step(model)
+            assert watched.metrics()["held_bytes"] == expected
+        else:
+            with pytest.raises(pamm.PammError, match=r"nothing to watch.*exact"), watch(model):
+                pass
 
     def test_sampling_leaves_all_but_lora_A_as_in_peft(self, settings: dict[str, Any]) -> None:
         model = lora(**settings)

@@ -257,6 +257,18 @@ def test_x_goes_once_its_readers_have_run() -> None:
     assert all(t is x for t in alive)
 
 
+def test_tensors_without_an_address_are_told_apart() -> None:
+    """On ``meta``, and of no tokens, each has the address 0."""
+    model = Projections(nn.LayerNorm(8))
+    pamm.convert(model, pamm.PammConfig("recompute"), example=torch.randn(2, 5, 8))
+    model(torch.empty(2, 0, 8)).sum().backward()
+    assert all(p.grad is not None and p.grad.eq(0).all() for p in model.parameters())
+    model.to("meta")
+    model.zero_grad()
+    model(torch.empty(2, 5, 8, device="meta")).sum().backward()
+    assert all(p.grad is not None and p.grad.shape == p.shape for p in model.parameters())
+
+
 def test_a_source_that_another_part_reads_may_be_taken_back() -> None:
     x = torch.randn(2, 5, 8)
     models = twins(Projections(nn.LayerNorm(8)), x)

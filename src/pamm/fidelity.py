@@ -9,9 +9,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from pamm import ops
-from pamm.compressors import Compressor, State
+from pamm.compressors import Compressor, Recompute, State
 from pamm.errors import PammError
-from pamm.nn import Pamm, groups, is_pamm, refuse_same_names
+from pamm.nn import Pamm, check_model, groups, is_pamm, refuse_same_names
 from pamm.sharing import Group
 from pamm.stream import Draw
 from pamm.surgery import is_converted
@@ -90,8 +90,9 @@ def watch(model: nn.Module, chosen: Iterable[str] | None = None) -> Iterator[Wat
         >>> round(seen.metrics()["cosine/query"], 4)
         1.0
     """
+    check_model(model)
     found = groups(model)
-    if not found:
+    if all(isinstance(group.method, Recompute) for group in found):
         raise PammError(
             "there is nothing to watch: with method 'recompute' all gradients are exact."
             if is_converted(model)

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeGuard
+from weakref import WeakSet
 
 import torch
 from jaxtyping import Float
@@ -135,16 +136,26 @@ def is_pamm(layer: nn.Module) -> TypeGuard[Pamm]:
     return isinstance(layer, Pamm)
 
 
+def is_trained(layers: Iterable[nn.Module]) -> bool:
+    """Whether the weight of any of these is."""
+    return any(layer.weight.requires_grad for layer in layers)  # type: ignore[union-attr]
+
+
+_told: WeakSet[nn.Module] = WeakSet()
+"""Layers of groups that a warning was given for."""
+
+
 def warn_if_frozen(layer: nn.Module, group: Iterable[nn.Module]) -> None:
     """Say once that all layers of a group were frozen since it was converted."""
     if torch.compiler.is_compiling() or not (layer.training and torch.is_grad_enabled()):
         return
-    if not any(each.weight.requires_grad for each in group):  # type: ignore[union-attr]
+    if layer not in _told and not is_trained(group):
+        _told.update(group)
         warnings.warn(
             "all weights of a converted group are frozen, so that there is nothing to free. If "
             "PEFT's adapters are trained in their place, it is they that must be converted: call "
             "pamm.convert(model) after get_peft_model.",
-            stacklevel=2,
+            stacklevel=2,  # of little use: the user's line lies any number of modules above
         )
 
 

@@ -200,6 +200,9 @@ _CONTEXTS = functools.partial(create_selective_checkpoint_contexts, _policy)
 class Recomputed(Swapped):
     """Mixed into the class of the module that makes X: its output is made again in backward."""
 
+    pamm_group_names: set[str]
+    """Of the groups that read it."""
+
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """The module's own forward; of one tensor the output is made again."""
         plain = super().forward  # type: ignore[misc]
@@ -227,6 +230,12 @@ def _hooks_around() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] |
     this one they are passed over, and what they would let go of is kept."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)  # type: ignore[attr-defined]
     return top(False)  # type: ignore[no-any-return]
+
+
+def _storage(tensor: Tensor) -> int:
+    """Which storage this is a view of. Not its address, which all on ``meta``, and all that are
+    empty, have in common."""
+    return tensor.untyped_storage()._cdata
 
 
 class Recomputing(Swapped):
@@ -263,12 +272,12 @@ class Recomputing(Swapped):
         made = getattr(keeper, "recomputation", None)
         if not isinstance(made, Recomputation):
             return nullcontext()
-        addresses = {each.untyped_storage().data_ptr() for each in (input, kept)}
+        made_again = {_storage(input), _storage(kept)}
         # All else goes to the hooks around (checkpointing, offloading), if there are any.
         keep, give = _hooks_around() or (_Kept.of, _Kept.unchanged)
 
         def pack(tensor: Tensor) -> Any:
-            if tensor.untyped_storage().data_ptr() not in addresses:
+            if _storage(tensor) not in made_again:
                 return keep(tensor)
             return _Again(tensor.dtype, tensor.shape)
 
@@ -292,6 +301,8 @@ def attach(source: nn.Module, readers: Iterable[nn.Module], name: str = "") -> N
     """Let ``readers``, the group ``name``, take their input from ``source`` again, in place."""
     if not isinstance(source, Recomputed):  # which may feed several groups
         swap(source, Recomputed)
+        source.pamm_group_names = set()  # type: ignore[assignment]
+    source.pamm_group_names.add(name)  # type: ignore[union-attr, operator]
     readers = list(readers)
     for reader in readers:
         swap(reader, Recomputing)
@@ -305,10 +316,27 @@ def detach(model: nn.Module) -> int:
         if isinstance(module, Recomputing):
             del module.pamm_group_name, module.pamm_readers
             readers += 1
-        elif not isinstance(module, Recomputed):
+        elif isinstance(module, Recomputed):
+            del module.pamm_group_names
+        else:
             continue
         restore(module)
     return readers
+
+
+def left_unread(model: nn.Module, readers: Iterable[nn.Module]) -> dict[str, Recomputed]:
+    """What would make X again for no one without these ``readers``, by name."""
+    gone = {reader for reader in readers if isinstance(reader, Recomputing)}
+    names = {reader.pamm_group_name for reader in gone}
+    others = (m for m in model.modules() if isinstance(m, Recomputing) and m not in gone)
+    still_read = {reader.pamm_group_name for reader in others}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, Recomputed)
+        and module.pamm_group_names & names
+        and not module.pamm_group_names & still_read
+    }
 
 
 def recomputed_groups(model: nn.Module) -> dict[str, list[str]]:

@@ -32,10 +32,11 @@ from pamm.nn import (
     groups,
     is_linear,
     is_pamm,
+    is_trained,
     refuse_same_names,
 )
 from pamm.probe import Input, probe
-from pamm.recompute import Recomputing, attach, detach
+from pamm.recompute import Recomputing, attach, detach, left_unread
 from pamm.report import ConvertedGroup, Report, SkippedGroup, merge_skipped
 from pamm.sharing import Group
 from pamm.stream import Stream, check_step
@@ -100,7 +101,7 @@ def convert(
     found, report = _survey(model, config, include, exclude, targets, widen, example)
     if not found:
         raise NothingToConvertError(_nothing(model, targets, report))
-    _revert_frozen(model)
+    _revert_wrapped(model)
     for group in found:
         _convert(model, group, config)
     return report
@@ -202,7 +203,7 @@ def revert(model: nn.Module) -> int:
         PammError: if a layer was parametrized since (``weight_norm``); nothing is changed then.
     """
     check_model(model)
-    refuse_covered(model)
+    refuse_covered(model.named_modules())
     layers = _converted(model).values()
     detach(model)  # first: what it mixed in came last
     for layer in layers:
@@ -212,19 +213,31 @@ def revert(model: nn.Module) -> int:
     return len(layers)
 
 
-def _revert_frozen(model: nn.Module) -> None:
-    """Revert what PEFT froze since it was converted: adapters are trained in its place."""
-    if has_adapters(model):
-        for name, layer in _converted(model).items():
-            if not (layer.weight.requires_grad or is_adapter(model, name)):
-                revert(layer)
+def _revert_wrapped(model: nn.Module) -> None:
+    """Revert groups of which PEFT wrapped a layer and froze all since they were converted: adapters
+    are trained in their place. Other groups stay as they are, frozen ones too (a vision tower).
+    """
+    converted = _converted(model)
+    frozen: set[nn.Module] = set()
+    for name, layer in converted.items():
+        members = layer.pamm_group.layers if isinstance(layer, Pamm) else layer.pamm_readers
+        if name.endswith(".base_layer") and not is_trained(members):
+            frozen |= set(members)
+    named = {name: layer for name, layer in converted.items() if layer in frozen}
+    sources = left_unread(model, named.values())
+    refuse_covered((named | sources).items())  # before anything is changed
+    for module in (*named.values(), *sources.values()):
+        revert(module)
 
 
 def is_converted(model: nn.Module) -> bool:
-    """Whether any layer of ``model`` is converted; of one with adapters, any that is trained."""
-    layers = _converted(model).values()
-    is_trained = any(layer.weight.requires_grad for layer in layers)
-    return is_trained or (len(layers) > 0 and not has_adapters(model))
+    """Whether any layer of ``model`` is converted; where PEFT put adapters on it, any adapter, or
+    other layer that is trained.
+    """
+    converted = _converted(model)
+    return (len(converted) > 0 and not has_adapters(model)) or any(
+        layer.weight.requires_grad or is_adapter(model, name) for name, layer in converted.items()
+    )
 
 
 def _converted(model: nn.Module) -> dict[str, Pamm | Recomputing]:
@@ -363,7 +376,7 @@ def _obstacle(layers: dict[str, nn.Module]) -> str | None:
     sizes = {features(layer)[0] for layer in layers.values()}
     if len(sizes) > 1:
         return f"inputs of {' and '.join(map(str, sorted(sizes)))} features are not one tensor"
-    if not any(layer.weight.requires_grad for layer in layers.values()):
+    if not is_trained(layers.values()):
         return "weights are frozen, so no input is kept for them anyway"
     return None
 

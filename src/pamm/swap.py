@@ -5,6 +5,7 @@ the module stays the same object. Copies and pickles of it have the new class as
 """
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -36,26 +37,30 @@ def restore(module: Swapped) -> None:
     module.__class__ = type(module).__bases__[1]
 
 
-def refuse_covered(model: nn.Module) -> None:
+def refuse_covered(named: Iterable[tuple[str, nn.Module]]) -> None:
     """Refuse to ``restore`` layers whose class or forward something else has changed since.
+
+    Args:
+        named: the layers, as ``named_modules`` gives them; others may be among them.
 
     Raises:
         PammError: names the first such layer.
     """
-    for name, module in model.named_modules():
+    for name, module in named:
         mixin, *base = type(module).__bases__
         if not isinstance(module, Swapped):
             continue
         if "forward" in vars(module):
             raise PammError(
                 f"{name or 'the model'} was given a forward of its own, which calls the converted "
-                "one (hooks of Accelerate do that). Remove it before pamm.revert."
+                "one (hooks of Accelerate do that). Remove it before pamm.revert or "
+                "pamm.convert."
             )
         if not (base and issubclass(mixin, Swapped)):
             raise PammError(
                 f"{name or 'the model'} is {type(module).__name__}: a parametrization (or another "
-                "change of its class) was put over the conversion. Remove it before pamm.revert: "
-                "torch.nn.utils.parametrize.remove_parametrizations."
+                "change of its class) was put over the conversion. Remove it before pamm.revert or "
+                "pamm.convert: torch.nn.utils.parametrize.remove_parametrizations."
             )
 
 

@@ -17,6 +17,7 @@ from pamm.stream import Stream
 from tests.helpers import Model, pamm_layers
 
 pytest.importorskip("lightning")
+peft = pytest.importorskip("peft")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of Lightning's own imports
     import lightning
@@ -156,6 +157,16 @@ def test_a_module_converted_before_is_left_alone(tmp_path: Path) -> None:
     trainer(tmp_path, callback).fit(module, data())
     assert groups(module) == before
     assert callback.report is None
+
+
+def test_a_stage_that_trains_the_head_alone_keeps_converted_adapters(tmp_path: Path) -> None:
+    module = Regression()
+    peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["q_proj", "v_proj"]), module.model)
+    pamm.convert(module, CONFIG, example=torch.zeros(2, 8, 16))
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_("head" in name)
+    trainer(tmp_path, PammCallback(CONFIG)).fit(module, data())
+    assert len(pamm_layers(module)) == 4
 
 
 def test_other_targets_and_selectors(tmp_path: Path) -> None:

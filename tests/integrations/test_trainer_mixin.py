@@ -179,6 +179,15 @@ def test_what_exact_gradients_have_no_use_for_is_refused(
         made.train()
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT asks
+def test_numbers_of_adapters_whose_gradients_are_exact_are_refused(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj", "v_proj"]))
+    made = trainer(tmp_path, adapted, pamm=pamm.PammConfig("recompute"), pamm_log_steps=1)
+    with pytest.raises(pamm.PammError, match="nothing to watch"):
+        made.train()
+
+
 def test_a_run_with_factor_and_numbers_resumes_to_the_same_weights(tmp_path: Path) -> None:
     changes: dict[str, Any] = {"pamm_lr_factor": 0.25, "pamm_log_steps": 1}
     straight, resumed = llama(), llama()

@@ -161,6 +161,16 @@ def test_adapters_on_a_model_converted_before_are_converted(tmp_path: Path) -> N
     assert {type(layer).__name__ for layer in pamm_layers(adapted)} == {"PammAdapterLinear"}
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT asks
+def test_a_stage_that_trains_the_head_alone_keeps_converted_adapters(tmp_path: Path) -> None:
+    model = peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj", "v_proj"]))
+    pamm.convert(model, CONFIG)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lm_head" in name)
+    trainer(tmp_path, PammCallback(CONFIG), model).train()
+    assert len(pamm_layers(model)) == 4
+
+
 def test_a_model_without_attention_is_an_error_and_not_a_silent_exact_run(tmp_path: Path) -> None:
     model = llama()
     for name in ("q_proj", "k_proj", "v_proj"):
