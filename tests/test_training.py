@@ -1,6 +1,8 @@
 """PAMM inside what training loops do: accumulation, checkpointing, loss scaling, resuming."""
 
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -227,3 +229,12 @@ def test_several_gradients_in_one_backward_pass_are_those_of_several_passes(
     together = torch.autograd.grad(y, weights, given, is_grads_batched=True)
     for ours, *expected in zip(together, *single, strict=True):
         torch.testing.assert_close(ours, torch.stack(expected))
+
+
+def test_a_pytorch_without_the_private_name_of_its_older_vmap_will_do() -> None:
+    script = (
+        "import torch, torch._subclasses.fake_tensor\n"  # which asks for that name itself
+        "del torch._C._functorch.is_legacy_batchedtensor\n"
+        "import pamm; assert len(pamm.compress(torch.ones(4, 2)).assignment) == 4\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)

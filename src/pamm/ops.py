@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, library
-from torch._C._functorch import is_legacy_batchedtensor
 
 from pamm import sampling, subspace
 from pamm.config import BACKENDS
@@ -31,6 +30,10 @@ from pamm.errors import PammError
 from pamm.kernels import plain
 from pamm.permutation import permutation_prefix
 from pamm.types import Compressed, accumulation_dtype, assignment_dtype
+
+# A private name of PyTorch's (2.13): one that drops the older vmap has no such tensors.
+_functorch = getattr(torch._C, "_functorch", None)
+_is_legacy_batched = getattr(_functorch, "is_legacy_batchedtensor", lambda _: False)
 
 _LIBRARY = library.Library("pamm", "DEF")
 
@@ -69,7 +72,7 @@ def _is_observed(tensor: Tensor) -> bool:
         or tensor.device.type == "meta"
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._are_functorch_transforms_active()
-        or is_legacy_batchedtensor(tensor)
+        or _is_legacy_batched(tensor)
     )
 
 
@@ -234,6 +237,7 @@ def _(carried: Tensor, passes: Tensor, x: Tensor, every: int) -> None:
     return None
 
 
+# g comes first: what observes a call is told by the first argument, and a vmap batches gradients.
 @_op(
     "sample(Tensor g, Tensor x, Tensor size, SymInt c, Tensor offset, Tensor? z, Tensor? basis, "
     "Tensor? inner, str backend) -> (Tensor, Tensor)"
