@@ -350,6 +350,8 @@ def test_compress_and_approx_matmul_refuse_what_they_cannot_take() -> None:
             compress(a)
     with pytest.raises(PammError, match=r"config is 0\.25; give a PammConfig"):
         compress(torch.randn(3, 4), 0.25)
+    with pytest.raises(PammError, match=r"stream is 3; give a pamm.Stream"):
+        compress(torch.randn(3, 4), stream=3)
     with pytest.raises(PammError, match=r"what pamm.compress made of A.* got torch.float32"):
         approx_matmul(torch.randn(30, 4), compressed)
 

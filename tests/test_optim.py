@@ -68,6 +68,7 @@ def test_schedulers_keep_the_factor() -> None:
         ({"lr": math.nan}, "lr is nan"),
         ({"lr": math.inf}, "lr is inf"),
         ({"lr": "1e-3"}, "lr is '1e-3'; give a number above 0"),
+        ({"lr": torch.tensor([1.0, 2.0])}, r"lr is tensor\(.*; give a number"),
         ({"lr_factor": None}, "lr_factor is None"),
         ({"weight_decay": None}, "weight_decay is None"),
         ({"model": [nn.Parameter(torch.ones(2))]}, "model is list; give the model itself"),

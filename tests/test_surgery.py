@@ -13,6 +13,7 @@ from torch.nn.utils import parametrize
 import pamm
 from pamm.fidelity import watch
 from pamm.groups import TARGETS
+from pamm.padding import skip_padding
 from tests.helpers import Attention, Model, pamm_layers
 
 SIBLINGS = TARGETS["attention"]
@@ -209,6 +210,8 @@ def test_a_configuration_of_another_kind_is_refused(config: object) -> None:
         (lambda _: pamm.revert("gpt2"), "model is str"),  # type: ignore[arg-type]
         (lambda m: pamm.seek(m.parameters(), 1), "model is generator"),
         (lambda _: pamm.carried(Model), "model is type"),  # type: ignore[arg-type]
+        (lambda _: watch("m").__enter__(), "model is str"),  # type: ignore[arg-type]
+        (lambda _: skip_padding("m"), "model is str"),  # type: ignore[arg-type]
         (lambda m: pamm.convert(m, targets=None), "targets is None; choose from"),
         (lambda m: pamm.convert(m, targets=[["mlp"]]), "targets is .*; choose from"),
         (lambda m: pamm.convert(m, include=3), "include is 3; give a pattern"),

@@ -40,7 +40,8 @@ def compress(
         or int32, and beta, an fp32 scalar. All sums are taken in fp32 (fp64 for fp64).
 
     Raises:
-        PammError: if ``a`` is not a floating-point matrix, or the config is for another method.
+        PammError: if ``a`` is not a floating-point matrix, the config is for another method, or the
+            stream is none.
 
     Example:
         >>> a = torch.randn(1024, 64)
@@ -55,7 +56,7 @@ def compress(
             f"compress takes a floating-point matrix of rows to compress; got {_kind(a)}. Flatten "
             "leading axes with a.reshape(-1, a.shape[-1])."
         )
-    stream = stream or Stream(config.seed, backend=config.backend)
+    stream = Stream(config.seed, backend=config.backend) if stream is None else _checked(stream)
     index = stream.draw(len(a), config.generators(len(a)), a.device)
     return ops.compress(a, index, config.tolerance, config.backend)
 
@@ -124,8 +125,7 @@ def linear(
         torch.Size([32, 64])
     """
     checked(config)
-    if not isinstance(stream, Stream):
-        raise PammError(f"stream is {stream!r}; give a pamm.Stream, one for the whole training.")
+    _checked(stream)
     if not (weight.requires_grad and torch.is_grad_enabled()):
         return F.linear(x, weight, bias)
     if config.method in _MODULES_ALONE:
@@ -137,6 +137,12 @@ def linear(
     x, (weight, bias) = x.to(autocast_dtype(x)), cast_weights_like_autocast(weight, bias)
     state = compress_rows(method, x, stream.draw)
     return linear_from_state(x, x, weight, bias, method, state)
+
+
+def _checked(stream: object) -> Stream:
+    if not isinstance(stream, Stream):
+        raise PammError(f"stream is {stream!r}; give a pamm.Stream, one for the whole training.")
+    return stream
 
 
 def cast_weights_like_autocast(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from pamm.compressors import Compressor, Pamm
 from pamm.errors import PammError
-from pamm.nn import groups
+from pamm.nn import check_model, groups
 from pamm.surgery import is_converted
 
 
@@ -39,6 +39,7 @@ def skip_padding(model: nn.Module, argument: str = "attention_mask") -> Callable
         >>> stop = skip_padding(model)
         >>> stop()
     """
+    check_model(model)
     if not is_converted(model):
         raise PammError("this model has no PAMM layers; call pamm.convert(model) first.")
     streams = [group.stream for group in groups(model) if _keeps_every_row(group.method)]
