@@ -224,19 +224,18 @@ def _revert_wrapped(model: nn.Module) -> None:
         if name.endswith(".base_layer") and not is_trained(members):
             frozen |= set(members)
     named = {name: layer for name, layer in converted.items() if layer in frozen}
-    sources = left_unread(model, named.values())
-    refuse_covered((named | sources).items())  # before anything is changed
-    for module in (*named.values(), *sources.values()):
+    taken = named | left_unread(model, named.values())
+    refuse_covered(taken.items())  # before anything is changed
+    for module in taken.values():
         revert(module)
 
 
 def is_converted(model: nn.Module) -> bool:
-    """Whether any layer of ``model`` is converted; where PEFT put adapters on it, any adapter, or
-    other layer that is trained.
-    """
-    converted = _converted(model)
-    return (len(converted) > 0 and not has_adapters(model)) or any(
-        layer.weight.requires_grad or is_adapter(model, name) for name, layer in converted.items()
+    """Whether any layer of ``model`` is converted; beside adapters frozen others do not count."""
+    adapted = has_adapters(model)
+    return any(
+        not adapted or layer.weight.requires_grad or is_adapter(model, name)
+        for name, layer in _converted(model).items()
     )
 
 
