@@ -214,8 +214,8 @@ def revert(model: nn.Module) -> int:
 
 
 def _revert_wrapped(model: nn.Module) -> None:
-    """Revert groups that PEFT wrapped, a layer or all, and froze since: adapters are trained in their
-    place. Other groups stay as they are, frozen ones too (a vision tower)."""
+    """Revert groups that PEFT wrapped, a layer or all, and froze since: adapters are trained in
+    their place. Other groups stay as they are, frozen ones too (a vision tower)."""
     converted = _converted(model)
     frozen: set[nn.Module] = set()
     for name, layer in converted.items():
