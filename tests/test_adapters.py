@@ -18,6 +18,7 @@ from pamm.analysis.memory import group_layers, saved_bytes
 from pamm.fidelity import watch
 from pamm.nn import groups
 from pamm.recompute import Recomputed
+from pamm.surgery import is_converted
 from tests.helpers import NAMES, counted_compressions, exact_config, pamm_layers
 
 peft = pytest.importorskip("peft")
@@ -366,7 +367,9 @@ class TestAdapters:
         model = lora()
         pamm.convert(model, pamm.PammConfig(method))
         model.requires_grad_(False)
-        pamm.seek(model, 1)
+        assert is_converted(model)
+        pamm.seek(model, 7)
+        assert [int(group.stream.position) >> 32 for group in groups(model)] == [7] * BLOCKS
 
     def test_a_base_that_is_trained_as_well(self) -> None:
         model = lora()

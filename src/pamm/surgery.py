@@ -256,7 +256,7 @@ def seek(model: nn.Module, step: int) -> None:
     check_model(model)
     check_step(step)
     found = groups(model)
-    if not is_converted(model):
+    if not (any(is_trained(group.layers) for group in found) or is_converted(model)):
         raise PammError("this model has no PAMM layers; call pamm.convert(model) first.")
     for group in found:
         group.stream.seek(step)
