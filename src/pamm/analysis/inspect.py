@@ -138,8 +138,7 @@ def find(
         convert(model, config, targets=targets)  # says what was looked for
     sources = {}
     if config.recomputes and report.converted:
-        names = [targets] if isinstance(targets, str) else list(targets)
-        for group in groups.find(model, names, probe(model), widen):
+        for group in groups.find(model, groups.target_names(targets), probe(model), widen):
             if group.source is not None:
                 sources[group.name] = group.source
     return Found(report, sources)
