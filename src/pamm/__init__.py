@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pamm import nn
+    from pamm import fidelity, nn, padding
     from pamm.config import PammConfig
     from pamm.errors import NothingToConvertError, PammError, PartialGroupError
     from pamm.functional import approx_matmul, compress, linear
@@ -30,8 +30,10 @@ __all__ = [
     "carried",
     "compress",
     "convert",
+    "fidelity",
     "linear",
     "nn",
+    "padding",
     "param_groups",
     "restore_carried",
     "revert",
@@ -57,11 +59,12 @@ _HOMES = {
     "revert": "surgery",
     "seek": "surgery",
 }
+_MODULES = ("fidelity", "nn", "padding")
 
 
 def __getattr__(name: str) -> Any:
-    if name == "nn":
-        return importlib.import_module("pamm.nn")
+    if name in _MODULES:
+        return importlib.import_module(f"pamm.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'pamm' has no attribute {name!r}")
     return getattr(importlib.import_module(f"pamm.{_HOMES[name]}"), name)
