@@ -28,7 +28,7 @@ test: lint
 	$(BIN)/pytest -o addopts=-ra tests/compiled  # by itself: the compiler cannot trace shape checks
 
 H200 := benchmarks/results/h200
-STUDIES := 60m 60m-beta2-0.999 60m-finals 60m-figures 350m glue-minilm vlm-drawn
+STUDIES := 60m 60m-beta2-0.999 60m-finals 60m-figures 60m-mlp 350m 350m-long glue-minilm vlm-drawn
 
 pages: $(STAMP)
 	$(BIN)/pamm bench report
