@@ -1,6 +1,7 @@
 # make demo   the main job, in a few minutes        make test   linter, types, tests
 # make lint   linter and types alone                make clean  remove the environment and caches
 # make pages  every page and picture in docs that is made from benchmarks/results
+# make docs   the documentation as a site, in site/
 #
 # Each makes the environment in .venv first, once, and again when its requirements change. Needs
 # python3 of version 3.11 or newer; another interpreter: make demo PYTHON=python3.12
@@ -12,7 +13,7 @@ STAMP := .venv/made
 # Threads that spin while they wait starve each other on a busy machine (up to 15 times slower).
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo test lint pages clean
+.PHONY: demo test lint docs pages clean
 
 demo: $(STAMP)
 	$(BIN)/pamm demo
@@ -22,8 +23,12 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
+# Strict: a link that leads nowhere, or a name that the reference cannot find, ends it.
+docs: $(STAMP)
+	$(BIN)/mkdocs build --strict --quiet
+
 # Two workers of one thread each: tests are small, and most of their time is Python's.
-test: lint
+test: lint docs
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
 	$(BIN)/pytest -o addopts=-ra tests/compiled  # by itself: the compiler cannot trace shape checks
 
@@ -41,7 +46,7 @@ pages: $(STAMP)
 	$(BIN)/python benchmarks/quality_plot.py $(H200) docs
 
 clean:
-	rm -rf .venv .pytest_cache .ruff_cache .hypothesis dist
+	rm -rf .venv .pytest_cache .ruff_cache .hypothesis dist site
 	find src tests benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml constraints.txt
@@ -50,5 +55,5 @@ $(STAMP): pyproject.toml constraints.txt
 	    "Try: make PYTHON=python3.12" >&2; exit 2; }
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
-	  -c constraints.txt -e '.[train,peft,plots,dev]'
+	  -c constraints.txt -e '.[train,peft,plots,docs,dev]'
 	touch $@

@@ -56,7 +56,7 @@ class PammConfig:
         PammError: if a value is outside what is allowed, or is given without the method that
             says what it means.
 
-    Example:
+    Examples:
         >>> PammConfig("pamm", "1/128").generators(tokens=4096)
         32
         >>> PammConfig() == PammConfig("sampled", ratio=1 / 2)

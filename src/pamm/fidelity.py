@@ -79,7 +79,7 @@ def watch(model: nn.Module, chosen: Iterable[str] | None = None) -> Iterator[Wat
         PammError: if no converted layer and no group has such a name, or two groups have one; or
             if no group has an approximate gradient.
 
-    Example:
+    Examples:
         >>> import pamm
         >>> from torch.nn import Linear
         >>> model = nn.ModuleDict({name: Linear(8, 8) for name in ("query", "key", "value")})

@@ -43,7 +43,7 @@ def compress(
         PammError: if ``a`` is not a floating-point matrix, the config is for another method, or the
             stream is none.
 
-    Example:
+    Examples:
         >>> a = torch.randn(1024, 64)
         >>> compress(a, PammConfig("pamm", "1/128")).generators.shape
         torch.Size([8, 64])
@@ -71,7 +71,7 @@ def approx_matmul(compressed: Compressed, b: Float[Tensor, "tokens m"]) -> Float
     Raises:
         PammError: if B has not one row for each row of A, or another dtype.
 
-    Example:
+    Examples:
         >>> a, b = torch.randn(1024, 64), torch.randn(1024, 16)
         >>> approx_matmul(compress(a, PammConfig("pamm", 1.0)), b).allclose(a.T @ b, atol=1e-3)
         True
@@ -117,7 +117,7 @@ def linear(
         config: method, ratio and tolerance.
         stream: draws the generators; keep one for the whole training run.
 
-    Example:
+    Examples:
         >>> x, weight = torch.randn(2, 128, 64), torch.randn(32, 64, requires_grad=True)
         >>> y = linear(x, weight, config=PammConfig("pamm", "1/16"), stream=Stream())
         >>> y.sum().backward()

@@ -16,7 +16,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 def group_name(layers: Iterable[str]) -> str:
     """One name for layers that read one input.
 
-    Example:
+    Examples:
         >>> group_name(["a.0.q", "a.0.k"]), group_name(["a.0.k", "a.0.v", "a.1.k", "a.1.v"])
         ('a.0.{q,k}', 'a.{0..1}.{k,v}')
         >>> group_name(["a.0.attn.q", "a.0.mlp.fc1"])

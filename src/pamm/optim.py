@@ -36,7 +36,7 @@ def param_groups(
         PammError: if a number is none, or out of range; or for a factor where ``"recompute"`` makes
             all gradients exact.
 
-    Example:
+    Examples:
         >>> [group["lr"] for group in param_groups(nn.Linear(2, 2), lr=1.0, lr_factor=0.25)]
         [1.0, 1.0]
     """

@@ -32,7 +32,7 @@ def skip_padding(model: nn.Module, argument: str = "attention_mask") -> Callable
     Raises:
         PammError: if the model is not converted.
 
-    Example:
+    Examples:
         >>> import pamm
         >>> model = nn.ModuleDict({name: nn.Linear(8, 8) for name in ("query", "key", "value")})
         >>> report = pamm.convert(model, pamm.PammConfig("pamm"))

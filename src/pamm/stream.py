@@ -30,7 +30,7 @@ class Stream:
         backend: as in ``PammConfig``; all backends give the same draws.
         device: where it will draw; it moves if asked to draw elsewhere.
 
-    Example:
+    Examples:
         >>> Stream(seed=1).draw(tokens=8, k=3, device=torch.device("cpu")).shape
         torch.Size([3])
     """

@@ -83,7 +83,7 @@ def convert(
         PammError: if an argument is of another kind, ``targets`` has an unknown name, or a
             framework computes q, k and v around the layers (``pamm.bypass``).
 
-    Example:
+    Examples:
         >>> attention = torch.nn.ModuleDict({"query": torch.nn.Linear(8, 8)})
         >>> attention.update({"key": torch.nn.Linear(8, 8), "value": torch.nn.Linear(8, 8)})
         >>> convert(attention, PammConfig("pamm", "1/128")).converted[0].in_features
@@ -116,7 +116,7 @@ def survey(
 ) -> Report:
     """What ``convert`` would do; the model stays as it is, and finding no group is no error.
 
-    Example:
+    Examples:
         >>> model = nn.ModuleDict({name: nn.Linear(8, 8) for name in ("query", "key", "value")})
         >>> [group.layers for group in survey(model, PammConfig("pamm")).converted]
         [('query', 'key', 'value')]
@@ -272,7 +272,7 @@ def carried(model: nn.Module) -> dict[str, Tensor]:
     Raises:
         PammError: if two groups have one name, because parts of the model were converted apart.
 
-    Example:
+    Examples:
         >>> model = nn.ModuleDict({name: nn.Linear(8, 8) for name in ("query", "key", "value")})
         >>> report = convert(model, PammConfig("subspace"))
         >>> sorted(carried(model))
@@ -294,7 +294,7 @@ def restore_carried(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
     Raises:
         PammError: if they carry other things now: groups or shapes differ. Nothing is changed then.
 
-    Example:
+    Examples:
         >>> model = nn.ModuleDict({name: nn.Linear(8, 8) for name in ("query", "key", "value")})
         >>> report = convert(model, PammConfig("subspace"))
         >>> saved = {name: tensor.clone() for name, tensor in carried(model).items()}

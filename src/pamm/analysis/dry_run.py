@@ -105,7 +105,7 @@ def dry_run(
         autocast: the dtype to compute in, as CUDA's autocast does it; ``None`` is without.
         compressed: groups of the model, not converted, that keep a state in place of their input.
 
-    Example:
+    Examples:
         >>> model = nn.Linear(8, 8, device="meta")
         >>> dry_run(model, lambda: model(torch.empty(100, 8, device="meta")).sum()).saved
         3200

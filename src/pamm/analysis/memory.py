@@ -43,7 +43,7 @@ def saved_bytes(
     Returns:
         Bytes, by the name of the group; 0 for one that saved nothing.
 
-    Example:
+    Examples:
         >>> model = nn.ModuleDict({"q_proj": nn.Linear(8, 8), "k_proj": nn.Linear(8, 8)})
         >>> x = torch.zeros(100, 8)
         >>> saved_bytes(model, {"qk": list(model)}, lambda: [layer(x) for layer in model.values()])

@@ -209,7 +209,7 @@ def plan(
 def largest(fits: Callable[[int], bool]) -> int:
     """The largest number that fits, 0 if 1 does not; where one fits, all smaller ones do.
 
-    Example:
+    Examples:
         >>> largest(lambda number: number <= 37)
         37
     """
@@ -228,7 +228,7 @@ def largest(fits: Callable[[int], bool]) -> int:
 def parse_memory(text: str) -> int:
     """``"24GB"`` in bytes.
 
-    Example:
+    Examples:
         >>> parse_memory("1.5 GiB")
         1610612736
     """

@@ -27,7 +27,7 @@ def neighbours(x: Float[Tensor, "b n"], tolerance: float) -> Iterator[Bool[Tenso
 def neighbourhood_sizes(x: Float[Tensor, "b n"], tolerance: float) -> Int64[Tensor, " b"]:
     """|N_eps(i)| of every row; the smallest is the paper's n_min.
 
-    Example:
+    Examples:
         >>> neighbourhood_sizes(torch.tensor([[1.0, 0.0], [2.0, 0.1], [0.0, 1.0]]), 0.5)
         tensor([2, 2, 1])
     """
@@ -65,7 +65,7 @@ def k_bound(tokens: int, smallest: int, delta: float) -> float:
 
     Above b it says nothing: b generators are all rows.
 
-    Example:
+    Examples:
         >>> round(k_bound(tokens=1000, smallest=100, delta=0.1))
         92
     """
@@ -75,7 +75,7 @@ def k_bound(tokens: int, smallest: int, delta: float) -> float:
 def gamma(tokens: int, m: int, k: int) -> float:
     """b m / (k (b + m)): how many times fewer multiplications PAMM takes, by its leading terms.
 
-    Example:
+    Examples:
         >>> round(gamma(tokens=16384, m=2048, k=64), 1)
         28.4
     """

@@ -29,17 +29,17 @@ class PammCallback(lightning.Callback):
     that makes its model in ``configure_model`` calls ``pamm.convert`` there itself, before it is
     sharded: what Lightning lets a callback see comes too late.
 
-    For a learning rate of their own use ``pamm.param_groups`` in ``configure_optimizers``.
+    For a learning rate of their own use ``pamm.param_groups`` in ``configure_optimizers``; for
+    several settings convert the module before ``fit``. ``include``, ``exclude``, ``targets``,
+    ``widen`` and ``example`` are those of ``pamm.convert``.
 
     Args:
         config: how inputs are kept; the defaults of ``PammConfig`` if left out.
-        include, exclude, targets, widen, example: as in ``pamm.convert``. For several settings
-            convert the module before ``fit``.
 
     Raises:
         PammError: at the beginning of ``fit``, for the reasons of ``pamm.convert``.
 
-    Example:
+    Examples:
         >>> callback = PammCallback(PammConfig("pamm", "1/512"))
         >>> trainer = lightning.Trainer(callbacks=[callback])  # doctest: +SKIP
     """

@@ -49,17 +49,17 @@ class PammCallback(TrainerCallback):
 
     So a run resumed from a checkpoint draws the generators that the uninterrupted run would have
     drawn. Checkpoints are those of the exact model, and a file ``pamm_config.json`` beside them
-    says how they were made. A model that is converted already stays as it is.
+    says how they were made. A model that is converted already stays as it is: for several settings
+    convert it before the Trainer is made. ``include``, ``exclude``, ``targets``, ``widen`` and
+    ``example`` are those of ``pamm.convert``.
 
     Args:
         config: how inputs are kept; the defaults of ``PammConfig`` if left out.
-        include, exclude, targets, widen, example: as in ``pamm.convert``. For several settings
-            convert the model before the Trainer is made.
 
     Raises:
         PammError: when the Trainer is made, for the reasons of ``pamm.convert``.
 
-    Example:
+    Examples:
         >>> callback = PammCallback(PammConfig("pamm", "1/512"))
         >>> trainer = Trainer(model, arguments, callbacks=[callback])  # doctest: +SKIP
         >>> print(callback.report)  # doctest: +SKIP
@@ -240,7 +240,8 @@ class PammTrainerMixin:
     """Mixed into a Trainer's class, for what a callback cannot do.
 
     The learning rate of q, k and v; numbers in the Trainer's own log, and so in TensorBoard, W&B
-    and Trackio; the side file and a section of the model card on ``save_model``.
+    and Trackio; the side file and a section of the model card on ``save_model``. All other
+    arguments are the Trainer's.
 
     Args:
         pamm: a callback; made of a ``PammConfig`` if that is given.
@@ -251,13 +252,12 @@ class PammTrainerMixin:
             ``pamm_relative_error/LAYER`` and ``pamm_lost/LAYER`` (``pamm.fidelity``). 0 is never.
         pamm_log_layers: patterns of names to compare with the exact gradient, of layers or of
             groups; the middle group and its layers if left out.
-        args, kwargs: the Trainer's.
 
     Raises:
         PammError: if a number is out of range, or numbers are asked of a compiled model; when
             training begins, if a factor or numbers are asked of a model whose gradients are exact.
 
-    Example:
+    Examples:
         >>> class PammTrainer(PammTrainerMixin, Trainer): ...  # doctest: +SKIP
         >>> trainer = PammTrainer(  # doctest: +SKIP
         ...     model, arguments, pamm=PammConfig(), pamm_lr_factor=1.0, pamm_log_steps=100

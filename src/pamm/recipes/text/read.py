@@ -49,7 +49,7 @@ def read_texts(files: list[Path], advance: Advance = lambda _: None) -> Iterator
     Raises:
         PammError: names the file and the line of whatever cannot be read.
 
-    Example:
+    Examples:
         >>> for text in read_texts(find_files(["book.txt"])):  # doctest: +SKIP
         ...     print(len(text))
     """
