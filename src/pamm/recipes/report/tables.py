@@ -240,7 +240,7 @@ def _held(outcome: Outcome) -> str:
 
 
 def _rate(outcome: Outcome) -> str:
-    text = f"{outcome.lr:g}"
+    text = f"{outcome.lr:.3g}"
     if outcome.lr_factor != 1:
         text += f", {outcome.layers} x {outcome.lr_factor:g}"
     return text + (" (edge)" if outcome.at_edge else "")

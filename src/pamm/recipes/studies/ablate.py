@@ -88,7 +88,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
         made.add_row(
             row["cell"],
             text if spread is None else f"{text} ± {spread:.2f}",
-            f"{row['lr']:g}" + (" (edge)" if row["lr_at_edge"] else ""),
+            f"{row['lr']:.3g}" + (" (edge)" if row["lr_at_edge"] else ""),
             str(row["seeds"]),
             format_bytes(row["held_bytes"]),
         )
