@@ -33,9 +33,10 @@ from transformers import (
 )
 
 import pamm
-from pamm.analysis.memory import group_layers, saved_bytes
+from pamm.analysis.memory import saved_bytes
 from pamm.bench.records import Record, append, environment
 from pamm.bench.timing import peaks
+from pamm.recompute import group_layers
 
 IMAGE_TOKEN = 10
 LORA_ARMS = {

@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import pamm
 from pamm.adapters import PammAdapter
-from pamm.analysis.memory import group_layers, saved_bytes
+from pamm.analysis.memory import saved_bytes
 from pamm.fidelity import watch
 from pamm.nn import groups
-from pamm.recompute import Recomputed
+from pamm.recompute import Recomputed, group_layers
 from pamm.surgery import is_converted
 from tests.helpers import NAMES, counted_compressions, exact_config, pamm_layers
 

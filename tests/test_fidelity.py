@@ -4,8 +4,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import pamm
-from pamm.analysis.memory import group_layers
 from pamm.fidelity import watch
+from pamm.recompute import group_layers
 from tests.helpers import Model, pamm_layers
 
 X = (2, 32, 16)

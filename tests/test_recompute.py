@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import pamm
-from pamm.analysis.memory import group_layers
 from pamm.analysis.memory import saved_bytes as saved_bytes_of
-from pamm.recompute import Recomputation, attach, detach
+from pamm.recompute import Recomputation, attach, detach, group_layers
 from tests.helpers import (
     NAMES,
     Block,

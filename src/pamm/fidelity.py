@@ -1,6 +1,5 @@
 """How good the weight gradients of a training step are, and what the groups held in it."""
 
-import fnmatch
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from pamm import ops
 from pamm.compressors import Compressor, Recompute, State
 from pamm.errors import PammError
+from pamm.naming import patterns, selected
 from pamm.nn import Pamm, check_model, groups, is_pamm, refuse_same_names
 from pamm.sharing import Group
 from pamm.stream import Draw
@@ -130,28 +130,24 @@ def _picked(
     for layer in layers.values():
         of_group[layer.pamm_group.name].append(layer)
     names = [*of_group]
-    patterns = [chosen] if isinstance(chosen, str) else list(chosen or ())
+    wanted = [] if chosen is None else patterns("chosen", chosen)
     if chosen is None:
         whole = set(names[len(names) // 2 : len(names) // 2 + 1])
     else:
-        whole = {name for name in names if _matches(name, patterns)}
+        whole = {name for name in names if selected(name, wanted, None)}
     single = {
         name: [layer]
         for name, layer in layers.items()
-        if layer.pamm_group.name in whole or _matches(name, patterns)
+        if layer.pamm_group.name in whole or selected(name, wanted, None)
     }
-    if patterns and not (whole or single):
-        raise PammError(f"no group is named like {', '.join(patterns)}; there are {names}.")
+    if wanted and not (whole or single):
+        raise PammError(f"no group is named like {', '.join(wanted)}; there are {names}.")
     return {name: of_group[name] for name in names if name in whole} | single
 
 
 def _bare(name: str) -> str:
     """The name in the model as it was converted, without what wrappers put into it."""
     return name.replace("_checkpoint_wrapped_module.", "").removeprefix("module.")
-
-
-def _matches(name: str, patterns: list[str]) -> bool:
-    return any(fnmatch.fnmatchcase(name, each) for each in patterns)
 
 
 class StandIn:

@@ -212,10 +212,10 @@ def _(codes: Tensor, size: Tensor, fine: int, k: int, backend: str) -> Tensor:
 
 
 @_op(
-    "refresh(Tensor(a!) carried, Tensor(b!) passes, Tensor x, int every) -> ()",
+    "refresh(Tensor(a!) carried, Tensor(b!) passes, Tensor x) -> ()",
     torch.Tag.cudagraph_unsafe,
 )
-def refresh(carried: Tensor, passes: Tensor, x: Tensor, every: int) -> None:
+def refresh(carried: Tensor, passes: Tensor, x: Tensor) -> None:
     """``subspace.refreshed`` in place, in the first passes and then in each ``every``-th.
 
     ``passes`` (1,) counts, on the CPU: the host decides, and does not wait for the device. So a
@@ -223,7 +223,7 @@ def refresh(carried: Tensor, passes: Tensor, x: Tensor, every: int) -> None:
     """
     number = int(passes)
     passes += 1
-    if number >= subspace.FIRST and number % every:
+    if number >= subspace.FIRST and number % subspace.EVERY:
         return
     stride = subspace.stride(len(x), subspace.SAMPLE)
     rows = x[number % stride :: stride]
@@ -233,7 +233,7 @@ def refresh(carried: Tensor, passes: Tensor, x: Tensor, every: int) -> None:
 
 
 @_fake("refresh")
-def _(carried: Tensor, passes: Tensor, x: Tensor, every: int) -> None:
+def _(carried: Tensor, passes: Tensor, x: Tensor) -> None:
     return None
 
 

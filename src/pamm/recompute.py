@@ -339,6 +339,15 @@ def left_unread(model: nn.Module, readers: Iterable[nn.Module]) -> dict[str, Rec
     }
 
 
+def group_layers(model: nn.Module) -> dict[str, list[str]]:
+    """Names of the layers of every converted group, under the group's name."""
+    layers: dict[str, list[str]] = {}
+    for name, module in model.named_modules():
+        if is_pamm(module):
+            layers.setdefault(module.pamm_group.name, []).append(name)
+    return layers | recomputed_groups(model)
+
+
 def recomputed_groups(model: nn.Module) -> dict[str, list[str]]:
     """Names of the layers of every group whose input is recomputed, under the group's name."""
     layers: dict[str, list[str]] = {}

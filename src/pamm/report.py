@@ -3,6 +3,7 @@
 import dataclasses
 import io
 from collections.abc import Iterable
+from fractions import Fraction
 
 import torch
 from rich.console import Console
@@ -39,8 +40,6 @@ class ConvertedGroup:
 
     def held_bytes(self, tokens: int) -> int:
         """Bytes kept in place of X, once for the whole group."""
-        if self.config.method == "recompute":
-            return 0
         return compressor(self.config).state_bytes(tokens, self.in_features, self.dtype)
 
     def paper_bytes(self, tokens: int) -> int:
@@ -181,4 +180,5 @@ def format_bytes(count: float) -> str:
 
 def format_ratio(ratio: float) -> str:
     """0.0078125 -> '1/128'."""
-    return f"1/{1 / ratio:.0f}" if ratio < 1 and (1 / ratio).is_integer() else f"{ratio:g}"
+    share = Fraction(ratio).limit_denominator(1 << 20)
+    return str(share) if share.numerator == 1 < share.denominator else f"{ratio:g}"

@@ -68,6 +68,7 @@ class Group:
         self.method = method
         self.stream = stream
         self._currents = _Currents()
+        self._traced = frozenset(range(len(layers)))
 
     def share(self, member: int, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, State]:
         """For layer number ``member``: X in the dtype to compute in, without a gradient if it has
@@ -102,10 +103,11 @@ class Group:
     def _traced_state(self, member: int, x: Tensor) -> State:
         """In a compiled graph every member writes the compression down, and the compiler, which
         finds the same operations on the same tensors, keeps one of them. So all must draw the same
-        rows: the first trained member draws, the others draw again.
+        rows: the first to ask draws, the others draw again. One that asks twice has begun another
+        pass.
         """
-        first = next(i for i, m in enumerate(self.layers) if m.weight.requires_grad)  # type: ignore[union-attr]
-        leads = member == first
+        leads = member in self._traced
+        self._traced = frozenset((member,)) if leads else self._traced | {member}
         draw = self.stream.draw if leads else self.stream.draw_again
         return compress_rows(self.method, x, draw, advance=leads)
 

@@ -19,7 +19,7 @@ from pamm.adapters import (
     is_adapter,
 )
 from pamm.bypass import fused, refuse_bypasses
-from pamm.compressors import Recompute, compressor
+from pamm.compressors import compressor
 from pamm.config import PammConfig, checked
 from pamm.errors import NothingToConvertError, PammError, PartialGroupError
 from pamm.example import Example
@@ -185,7 +185,7 @@ def _convert(model: nn.Module, found: Found, config: PammConfig) -> None:
     # PEFT casts X for an adapter, and that copy is not what can be made again: it casts X itself.
     if config.method != "recompute" or adapters:
         stream = Stream(config.seed, found.name, config.backend, weight.device)  # type: ignore[arg-type]
-        method = Recompute(config) if config.method == "recompute" else compressor(config)
+        method = compressor(config)
         method.prepare(features(layers[0])[0], weight.device)  # type: ignore[arg-type]
         group = Group(found.name, layers, method, stream)
         for member, (name, layer) in enumerate(found.layers.items()):

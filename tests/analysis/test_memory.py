@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import pamm
-from pamm.analysis.memory import group_layers, peak_bytes, saved_bytes
+from pamm.analysis.memory import peak_bytes, saved_bytes
+from pamm.recompute import group_layers
 from tests.helpers import Model
 
 WIDTH, SHAPE = 16, (4, 32, 16)

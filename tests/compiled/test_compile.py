@@ -64,7 +64,7 @@ def test_refresh_passes_opcheck() -> None:
     """Its mutations are declared; its count is read, so it cannot be traced with symbols."""
     carried, x = torch.eye(24, 7, device=DEVICE), torch.randn(60, 24, device=DEVICE)
     passes = torch.zeros(1, dtype=torch.int64)
-    library.opcheck(torch.ops.pamm.refresh.default, (carried, passes, x, 64))
+    library.opcheck(torch.ops.pamm.refresh.default, (carried, passes, x))
 
 
 @pytest.fixture(autouse=True)
@@ -179,6 +179,56 @@ def test_a_partly_frozen_group_still_draws_anew() -> None:
         compiled(x).square().sum().backward()
         seen.append(target.layers[0].attention.k_proj.weight.grad.clone())
     assert not torch.equal(*seen)
+
+
+class Readers(torch.nn.Module):
+    """Three layers that read one X, called in an order of their own."""
+
+    def __init__(self, order: tuple[str, ...]) -> None:
+        super().__init__()
+        self.order = order
+        for name in ("query", "key", "value"):
+            self.add_module(name, torch.nn.Linear(16, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([self.get_submodule(name)(x) for name in self.order])
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="counts calls of the plain path")
+@pytest.mark.parametrize(
+    ("order", "off"),
+    [
+        (("query", "key", "value"), None),
+        (("key", "value", "query"), None),
+        (("key", "value"), None),
+        (("query", "key", "value"), "query"),
+    ],
+)
+def test_whichever_reader_comes_first_draws(
+    order: tuple[str, ...], off: str | None, compressions: list[int]
+) -> None:
+    """Once in a forward pass, if q is called last, or not at all, or in eval mode."""
+    torch.manual_seed(0)
+    eager = Readers(order)
+    target = copy.deepcopy(eager)
+    for model in (eager, target):
+        pamm.convert(model, CONFIG)  # by names alone
+        if off:
+            model.get_submodule(off).eval()
+    counter = CompileCounterWithBackend("inductor")
+    compiled = torch.compile(target, fullgraph=True, backend=counter)
+    for number in range(4):
+        x = torch.randn(40, 16, generator=torch.Generator().manual_seed(number))
+        for model, run in ((eager, eager), (target, compiled)):
+            model.zero_grad()
+            compressions.clear()
+            run(x).square().sum().backward()
+            assert compressions == [40]
+        for one, other in zip(eager.parameters(), target.parameters(), strict=True):
+            assert (one.grad is None) == (other.grad is None)
+            assert one.grad is None or torch.allclose(one.grad, other.grad, atol=1e-4)
+    assert groups(target)[0].stream.position == 4
+    assert counter.frame_count <= 2  # the second where not all of the group take part
 
 
 def test_recomputing_compiles_and_is_exact() -> None:

@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import logging
 
 import pamm
-from pamm.analysis.memory import group_layers
+from pamm.recompute import group_layers
 from pamm.report import merge_skipped
 from tests.sweep.tiny import build, inputs_of
 

@@ -8,10 +8,10 @@ from jaxtyping import Float, Integer
 from torch import Tensor, nn
 
 import pamm
-from pamm.analysis.memory import group_layers
 from pamm.compressors import compressor
 from pamm.config import PammConfig
 from pamm.errors import PammError
+from pamm.recompute import group_layers
 from pamm.stream import Stream
 from pamm.surgery import is_converted
 from pamm.types import Compressed

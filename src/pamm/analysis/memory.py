@@ -10,18 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from pamm.nn import is_pamm
-from pamm.recompute import recomputed_groups
-
-
-def group_layers(model: nn.Module) -> dict[str, list[str]]:
-    """Names of the layers of every converted group, under the name of the group."""
-    layers: dict[str, list[str]] = {}
-    for name, module in model.named_modules():
-        if is_pamm(module):
-            layers.setdefault(module.pamm_group.name, []).append(name)
-    return layers | recomputed_groups(model)
-
 
 def saved_bytes(
     model: nn.Module, groups: Mapping[str, Iterable[str]], forward: Callable[[], object]
@@ -37,7 +25,7 @@ def saved_bytes(
 
     Args:
         model: converted or not, in the mode to measure.
-        groups: names of layers, by a name for the group (``group_layers`` finds them).
+        groups: names of layers, by a name for the group (``pamm.recompute.group_layers``).
         forward: runs one forward pass of ``model``. Its graph is not needed afterwards.
 
     Returns:

@@ -13,13 +13,13 @@ from pamm.compressors.sampled import Sampled
 from pamm.compressors.subspace import Subspace
 from pamm.compressors.uniform_crs import UniformCRS
 from pamm.config import PammConfig
-from pamm.errors import PammError
 
 _METHODS = {
     "pamm": Pamm,
     "subspace": Subspace,
     "uniform_crs": UniformCRS,
     "compact": CompAct,
+    "recompute": Recompute,
     "sampled": Sampled,
     "exact": Exact,
 }
@@ -40,14 +40,5 @@ __all__ = [
 
 
 def compressor(config: PammConfig) -> Compressor:
-    """The compressor that ``config.method`` names.
-
-    Raises:
-        PammError: for ``"recompute"``, which needs the module that makes X.
-    """
-    if config.method not in _METHODS:
-        raise PammError(
-            f"method {config.method!r} works on modules: use pamm.convert. Here choose one of "
-            f"{', '.join(_METHODS)}."
-        )
+    """The compressor that ``config.method`` names."""
     return _METHODS[config.method](config)

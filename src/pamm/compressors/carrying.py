@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from pamm import ops, subspace
+from pamm import ops
 
 
 class Carrying(ABC):
@@ -40,7 +40,7 @@ class Carrying(ABC):
         """Bring the directions up to date with X, now and then."""
         if self.axes.numel():
             self.move(x.device)
-            ops.refresh(self.axes, self.passes, x, subspace.EVERY)
+            ops.refresh(self.axes, self.passes, x)
 
     def dropped(self, state: tuple[Tensor, ...], tokens: int) -> Tensor | float:
         """No token."""

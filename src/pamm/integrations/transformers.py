@@ -6,7 +6,6 @@ Both work with the trainers of TRL, which are Trainers.
 import json
 import logging
 import uuid
-from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,9 @@ from pamm.errors import PammError
 from pamm.example import Example
 from pamm.fidelity import watch
 from pamm.naming import Selector, patterns
-from pamm.nn import groups, is_pamm
+from pamm.nn import groups
 from pamm.optim import check_positive, reduced_weights
-from pamm.recompute import recomputed_groups
+from pamm.recompute import group_layers, recomputed_groups
 from pamm.report import Report
 from pamm.surgery import carried, convert, is_converted, restore_carried, seek
 
@@ -218,8 +217,7 @@ def _run(checkpoint: Path) -> Any:
 
 def _groups(model: nn.Module) -> dict[str, int]:
     """The groups by name, with how many converted layers each has."""
-    count = Counter(layer.pamm_group.name for layer in model.modules() if is_pamm(layer))
-    return count | {name: len(layers) for name, layers in recomputed_groups(model).items()}
+    return {name: len(layers) for name, layers in group_layers(model).items()}
 
 
 def _split_param_groups(optimizer: Optimizer, model: nn.Module, lr_factor: float) -> None:

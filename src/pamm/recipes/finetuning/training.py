@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PrinterCallback, Trainer, TrainerControl, TrainerState, TrainingArguments
 
 import pamm
-from pamm.analysis.memory import group_layers, saved_bytes
+from pamm.analysis.memory import saved_bytes
 from pamm.integrations.transformers import PammTrainerMixin
 from pamm.recipes.callbacks import StopCallback
 from pamm.recipes.checkpoints import last_checkpoint
@@ -22,6 +22,7 @@ from pamm.recipes.files import METRICS, RESULT, finite, write_json, write_text
 from pamm.recipes.finetuning.plan import FinetuneRun
 from pamm.recipes.finetuning.settings import FinetuneConfig
 from pamm.recipes.ranks import ignore_launcher, processes
+from pamm.recompute import group_layers
 
 
 class PammTrainer(PammTrainerMixin, Trainer):

@@ -6,11 +6,12 @@ import torch
 from transformers import LlamaForCausalLM
 
 import pamm
-from pamm.analysis.memory import group_layers, saved_bytes
+from pamm.analysis.memory import saved_bytes
 from pamm.recipes.pretraining.model import llama_config
 from pamm.recipes.pretraining.settings import PretrainConfig
 from pamm.recipes.pretraining.tokens import Tokens
 from pamm.recipes.settings import Arm
+from pamm.recompute import group_layers
 from pamm.report import Report
 
 
