@@ -364,6 +364,8 @@ def test_linear_refuses_a_method_by_its_name_and_no_stream(trained: bool) -> Non
         linear(x, weight, config="pamm", stream=Stream())
     with pytest.raises(PammError, match=r"stream is None; give a pamm.Stream"):
         linear(x, weight, config=COARSE, stream=None)
+    with pytest.raises(PammError, match=r"method 'sampled' .* which a function cannot"):
+        linear(x, weight, config=PammConfig(), stream=Stream())
 
 
 @pytest.mark.parametrize("duplicates", [False, True])

@@ -1,5 +1,8 @@
 """Generators are drawn among tokens that are no padding."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -105,8 +108,9 @@ def gradient(config: pamm.PammConfig, *, skips: bool) -> torch.Tensor:
     return model.block.query.weight.grad
 
 
-def test_generators_for_every_row_are_drawn_by_the_mask() -> None:
-    config = pamm.PammConfig("pamm", 1 / 4)
+@pytest.mark.parametrize("tolerance", [None, 1.0])
+def test_generators_for_every_row_are_drawn_by_the_mask(tolerance: float | None) -> None:
+    config = pamm.PammConfig("pamm", 1 / 4, tolerance)
     assert not torch.equal(gradient(config, skips=True), gradient(config, skips=False))
 
 
@@ -163,6 +167,17 @@ def test_a_pass_without_a_mask_forgets_the_last_one() -> None:
     assert groups(model)[0].stream.valid is not None
     model(torch.randn(2, 4, 8))
     assert groups(model)[0].stream.valid is None
+
+
+def test_a_copy_and_a_pickle_skip_their_own_padding() -> None:
+    model = Normed()
+    pamm.convert(model, pamm.PammConfig("pamm", 1 / 4))
+    skip_padding(model)
+    x, mask = torch.randn(2, 4, 8), torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0]])
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        copied(x, attention_mask=mask)
+        assert torch.equal(groups(copied)[0].stream.valid, mask.reshape(-1).bool())
+        assert groups(model)[0].stream.valid is None
 
 
 def test_a_model_that_is_not_converted_is_refused() -> None:

@@ -185,6 +185,91 @@ def test_a_norm_that_reads_what_it_saved_twice_is_told(method: str) -> None:
         model(x).sum().backward()
 
 
+class OfDomain(nn.Module):
+    """A norm for each domain: which one it is, is said from outside. It notes down what it did."""
+
+    def __init__(self, n: int = 8) -> None:
+        super().__init__()
+        self.weight, self.domain = nn.Parameter(torch.rand(2, n)), 0
+        self.scale: Tensor | None = None
+        self.mean, self.calls = torch.zeros(()), 0
+
+    def forward(self, h: Tensor) -> Tensor:
+        self.mean, self.calls = h.mean(), self.calls + 1
+        y = h * self.weight[self.domain]
+        return y if self.scale is None else y * self.scale
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "second"),
+    [("domain", 0, 1), ("scale", torch.tensor(2.0), torch.tensor(3.0)), ("scale", None, 2.0)],
+)
+@METHODS
+def test_what_a_norm_is_told_otherwise_must_stay_until_backward(
+    method: str, name: str, first: object, second: object
+) -> None:
+    h = torch.randn(2, 5, 8)
+    models = twins(Projections(OfDomain()), h, method)
+    for model in models:  # one backward for each forward pass, told otherwise each time
+        for value in (first, second):
+            setattr(model.norm, name, value)
+            model(h).square().sum().backward()
+        setattr(model.norm, name, first)
+        both = model(h).square().sum() + model(2 * h).square().sum()
+        both.backward()
+    assert_same_gradients(models)
+    ours = models[1]
+    y = ours(h).square().sum()
+    setattr(ours.norm, name, second)
+    z = ours(h).square().sum()
+    with pytest.raises(RuntimeError, match=f"'{name}' of OfDomain is another than in the forward"):
+        (y + z).backward()
+
+
+class Moody(Scale):
+    """Does more when it is called a second time."""
+
+    calls = 0
+
+    def forward(self, h: Tensor) -> Tensor:
+        Moody.calls += 1
+        return super().forward(h if Moody.calls < 2 else h * h)
+
+
+@METHODS
+def test_a_norm_that_computes_something_else_in_backward_is_told(method: str) -> None:
+    h = torch.randn(2, 5, 8)
+    _, ours = twins(Projections(Moody()), h, method)
+    Moody.calls = 0
+    with pytest.raises(RuntimeError, match="Moody computes something else in backward"):
+        ours(h).square().sum().backward()
+
+
+@METHODS
+def test_x_is_freed_past_full_backward_hooks(method: str) -> None:
+    h = torch.randn(3, 20, 8, requires_grad=True)
+    models = twins(Projections(Steps()), h, method)
+    kept = []
+    for model in models:
+        for part in model.modules():
+            part.register_full_backward_hook(lambda *_: None)
+        with Alive() as alive:
+            y = model(h)
+            kept.append(alive.bytes())
+        y.square().sum().backward()
+    assert_same_gradients(models)
+    assert kept[0] - kept[1] > 0.9 * h.nbytes
+
+
+@METHODS
+def test_copies_in_threads_are_refused(method: str) -> None:
+    """What DataParallel does; it needs GPUs."""
+    _, ours = twins(Projections(Scale()), torch.randn(2, 5, 8), method)
+    for part in (ours.norm, ours.q):
+        with pytest.raises(pamm.PammError, match="one process for each GPU"):
+            part._replicate_for_data_parallel()  # type: ignore[operator]
+
+
 @METHODS
 def test_gradients_of_some_parameters_and_then_of_all(method: str) -> None:
     x = torch.randn(2, 5, 8)

@@ -198,7 +198,7 @@ def test_a_copied_model_shares_within_itself_only(attention: Attention, copied: 
 
 
 def test_threads_do_not_share_a_state(attention: Attention) -> None:
-    """As in DataParallel, where replicas run at the same time."""
+    """Two forward passes may run at the same time."""
     x = torch.randn(40, 16)
     attention.q_proj(x)  # k and v of this thread are still to come
     others: list[object] = []

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from pamm import Stream
+from pamm import PammError, Stream
 from tests.tolerances import SMALLEST_P
 
 CPU = torch.device("cpu")
@@ -27,6 +27,12 @@ def test_rows_are_in_range_and_distinct(tokens: int) -> None:
         index = Stream(seed=5, name="a").draw(tokens, k, CPU)
         assert len(index.unique()) == k
         assert 0 <= index.min() <= index.max() < tokens
+
+
+def test_more_rows_than_there_are_cannot_be_drawn() -> None:
+    for draw in (Stream().draw, Stream().draw_again):
+        with pytest.raises(PammError, match="k is 8, of 4 rows"):
+            draw(4, 8, torch.device("cpu"))
 
 
 def test_drawing_nothing_from_nothing() -> None:

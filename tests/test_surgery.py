@@ -305,6 +305,34 @@ def test_parts_converted_apart_are_not_told_apart_by_name() -> None:
             look(model)
 
 
+def test_a_block_copied_into_the_model_carries_nothing_where_nothing_is_carried() -> None:
+    model = Model()
+    pamm.convert(model, CONFIG)
+    model.layers.append(copy.deepcopy(model.layers[0]))
+    assert pamm.carried(model) == {}
+
+
+@pytest.mark.parametrize("method", ["pamm", "subspace", "compact", "recompute", "sampled"])
+def test_a_model_converted_where_it_is_made_without_weights(method: str) -> None:
+    """As torchtitan and Lightning make theirs: meta and another dtype are the defaults then."""
+    directions = 2 if method == "sampled" else None
+    config = pamm.PammConfig(method, directions=directions)
+    was = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        with torch.device("meta"):
+            model = Model()
+            pamm.convert(model, config, example=torch.zeros(2, 5, 16))
+    finally:
+        torch.set_default_dtype(was)
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    model(torch.randn(2, 5, 16).bfloat16()).float().sum().backward()
+    for name, tensor in pamm.carried(model).items():
+        assert tensor.dtype == (torch.float32 if name.endswith("axes") else torch.int64)
+
+
 def test_a_copy_of_a_compiled_layer_has_weights_of_its_own() -> None:
     layer = nn.ModuleDict({name: nn.Linear(8, 8) for name in ("query", "key", "value")})
     pamm.convert(layer, pamm.PammConfig("pamm"))

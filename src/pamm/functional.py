@@ -117,6 +117,9 @@ def linear(
         config: method, ratio and tolerance.
         stream: draws the generators; keep one for the whole training run.
 
+    Raises:
+        PammError: if config or stream is none, or for a method that needs the module that makes x.
+
     Examples:
         >>> x, weight = torch.randn(2, 128, 64), torch.randn(32, 64, requires_grad=True)
         >>> y = linear(x, weight, config=PammConfig("pamm", "1/16"), stream=Stream())
@@ -126,13 +129,13 @@ def linear(
     """
     checked(config)
     _checked(stream)
-    if not (weight.requires_grad and torch.is_grad_enabled()):
-        return F.linear(x, weight, bias)
     if config.method in _MODULES_ALONE:
         raise PammError(
             f"method {config.method!r} {_MODULES_ALONE[config.method]}, which a function cannot. "
             "Convert a model that holds the layer with pamm.convert."
         )
+    if not (weight.requires_grad and torch.is_grad_enabled()):
+        return F.linear(x, weight, bias)
     method = compressor(config)
     x, (weight, bias) = x.to(autocast_dtype(x)), cast_weights_like_autocast(weight, bias)
     state = compress_rows(method, x, stream.draw)

@@ -182,6 +182,6 @@ def refuse_same_names(found: list[Group]) -> None:
     if twice := [name for name, count in counts.items() if count > 1]:
         raise PammError(
             f"{counts[twice[0]]} groups are named {twice[0]}, because parts of this model were "
-            "converted apart; they would draw alike as well. Convert the whole model, with include "
-            "for its parts."
+            "converted apart, or copied; they would draw alike as well. Convert the whole model, "
+            "with include for its parts."
         )

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from pamm.compressors import Compressor, Pamm
 from pamm.errors import PammError
 from pamm.nn import check_model, groups
+from pamm.stream import Stream
 from pamm.surgery import is_converted
 
 
@@ -43,17 +44,7 @@ def skip_padding(model: nn.Module, argument: str = "attention_mask") -> Callable
     if not is_converted(model):
         raise PammError("this model has no PAMM layers; call pamm.convert(model) first.")
     streams = [group.stream for group in groups(model) if _keeps_every_row(group.method)]
-
-    def remember(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        mask = kwargs.get(argument)
-        rows = None
-        if isinstance(mask, Tensor) and mask.ndim == 2:
-            rows = mask.reshape(-1).bool()
-        # It stays until the next pass, for blocks that are computed again in backward.
-        for stream in streams:
-            stream.valid = rows
-
-    handle = model.register_forward_pre_hook(remember, with_kwargs=True)
+    handle = model.register_forward_pre_hook(_Mask(argument, streams), with_kwargs=True)
 
     def stop() -> None:
         handle.remove()
@@ -63,6 +54,25 @@ def skip_padding(model: nn.Module, argument: str = "attention_mask") -> Callable
     return stop
 
 
+class _Mask:
+    """A hook that tells streams which rows are no padding. A copy of the model has its own."""
+
+    def __init__(self, argument: str, streams: list[Stream]) -> None:
+        self._argument, self._streams = argument, streams
+
+    def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        mask = kwargs.get(self._argument)
+        rows = None
+        if isinstance(mask, Tensor) and mask.ndim == 2:
+            rows = mask.reshape(-1).bool()
+        # It stays until the next pass, for blocks that are computed again in backward.
+        for stream in self._streams:
+            stream.valid = rows
+
+
 def _keeps_every_row(method: Compressor) -> bool:
     """Whether a generator stands for every row, so that the draw decides no scale."""
-    return isinstance(method, Pamm) and method.config.tolerance is None
+    if not isinstance(method, Pamm):
+        return False
+    tolerance = method.config.tolerance
+    return tolerance is None or tolerance >= 1

@@ -61,6 +61,11 @@ class _Again(NamedTuple):
 
 Packed = tuple["Recomputation", int]
 
+_OTHERWISE = (
+    "leave its group out of the conversion (exclude), or convert it with a method that keeps "
+    "something of X, such as PammConfig('subspace')."
+)
+
 
 class _Keep(torch.autograd.Function):
     """The identity on X, which saves h in the way that hooks (offloading, counting) see.
@@ -90,16 +95,12 @@ class Recomputation:
 
     Args:
         function: the module's forward; the same input gives the same output.
-        weights: gives the module's parameters, which must be the same in backward.
+        module: its parameters and attributes must be the same in backward.
     """
 
-    def __init__(
-        self,
-        function: Callable[[Tensor], Tensor],
-        weights: Callable[[], Iterable[nn.Parameter]] = tuple,
-    ) -> None:
-        self._function, self._weights = function, weights
-        self._kept = [_Kept.of(weight) for weight in weights()]
+    def __init__(self, function: Callable[[Tensor], Tensor], module: nn.Module) -> None:
+        self._function, self._module = function, module
+        self._kept = [_Kept.of(weight) for weight in module.parameters()]
         self._count = 0
         self._saved: dict[int, Tensor] = {}
         self._again: Tensor | None = None
@@ -107,9 +108,13 @@ class Recomputation:
     def run(self, h: Tensor) -> Tensor:
         """The output, of which neither it nor what its backward needs is kept; h is."""
         self._needs_grad, self._autocast = h.requires_grad, _autocast(h.device.type)
+        before = _attributes(self._module)
         with saved_tensors_hooks(self._pack, _unpack):
             x = self._function(h)
-        self._stride = x.stride()
+        # Without those that the module itself sets: what it notes down is no input.
+        after = _attributes(self._module)
+        self._attributes = {name: now for name, now in after.items() if before.get(name) is now}
+        self._shape, self._stride = x.shape, x.stride()
         return _Keep.apply(x, h, self)
 
     def output(self, keeper: Any) -> Tensor:
@@ -119,6 +124,10 @@ class Recomputation:
             self._recompute(h)
         assert self._again is not None
         return self._again
+
+    @property
+    def _name(self) -> str:
+        return type(self._module).__bases__[1].__name__
 
     def forget(self) -> None:
         """Let go of the output; what the module's own backward needs stays for it."""
@@ -130,9 +139,8 @@ class Recomputation:
         """
         if number not in self._saved:
             raise RuntimeError(
-                f"a saved tensor of {self._function} was read twice, and its input is made again "
-                "once in backward. Leave its group out of the conversion (exclude), or convert it "
-                "with a method that keeps something of X, such as PammConfig('subspace')."
+                f"a saved tensor of {self._name} was read twice, and its input is made again "
+                f"once in backward. To read it as often as you like, {_OTHERWISE}"
             )
         return self._saved.pop(number)
 
@@ -143,10 +151,17 @@ class Recomputation:
         return self, self._count - 1
 
     def _recompute(self, h: Tensor) -> None:
-        weights = list(self._weights())
+        weights, now = list(self._module.parameters()), _attributes(self._module)
+        for name, was in self._attributes.items():
+            if not _same(now.get(name), was):
+                raise RuntimeError(
+                    f"{name!r} of {self._name} is another than in the forward pass, from which its "
+                    "output must be made again. Call backward before it is changed, or "
+                    f"{_OTHERWISE}"
+                )
         if [id(weight) for weight in weights] != [id(kept.unchanged()) for kept in self._kept]:
             raise RuntimeError(
-                f"the weights of {self._function} are not those of the forward pass, from which "
+                f"the weights of {self._name} are not those of the forward pass, from which "
                 "its output must be made again. Call backward before weights are exchanged; give "
                 "torch.func.functional_call tensors that are no nn.Parameter."
             )
@@ -165,11 +180,31 @@ class Recomputation:
             saved_tensors_hooks(collect, lambda tensor: tensor),
         ):
             again = self._function(h).detach()
+        if len(saved) != self._count or again.shape != self._shape:
+            raise RuntimeError(
+                f"{self._name} computes something else in backward than in the forward pass: its "
+                f"output depends on more than its input. To train it, {_OTHERWISE}"
+            )
         if again.stride() != self._stride:  # h came back from a hook with others
             again = torch.empty_strided(
                 again.shape, self._stride, dtype=again.dtype, device=again.device
             ).copy_(again)
         self._again, self._saved = again, dict(enumerate(saved))
+
+
+def _attributes(module: nn.Module) -> dict[str, object]:
+    """Of the module and what is in it: neither what they registered, nor what PyTorch has there."""
+    return {
+        f"{path}.{name}" if path else name: value
+        for path, part in module.named_modules()
+        for name, value in vars(part).items()
+        if not name.startswith("_") and name != "training"
+    }
+
+
+def _same(one: object, other: object) -> bool:
+    """The same thing, or an equal number or text."""
+    return one is other or (isinstance(other, int | float | str) and one == other)
 
 
 def _autocast(device: str) -> Callable[[], AbstractContextManager[object]]:
@@ -216,7 +251,7 @@ class Recomputed(Swapped):
             return checkpoint(again, h, use_reentrant=False, context_fn=_CONTEXTS)  # type: ignore[return-value]
         if not self._keeps_its_weights():
             return plain(h)
-        return Recomputation(plain, self.parameters).run(h)
+        return Recomputation(plain, self).run(h)
 
     def _keeps_its_weights(self) -> bool:
         """Whether backward finds them as they are: not under ``functional_call``, nor where FSDP2
@@ -268,7 +303,10 @@ class Recomputing(Swapped):
         """X is not saved, as it is, cast or copied: backward asks for it again."""
         # Without a gradient (the first block above a frozen embedding) X has no node that keeps h.
         # Of an X that was written to since, autograd gives none, with an error.
-        keeper = None if torch.compiler.is_compiling() else input.grad_fn
+        keeper: Any = None if torch.compiler.is_compiling() else input.grad_fn
+        number = input.output_nr
+        while type(keeper).__name__ == "BackwardHookFunctionBackward":  # of a full backward hook
+            keeper, number = keeper.next_functions[number]
         made = getattr(keeper, "recomputation", None)
         if not isinstance(made, Recomputation):
             return nullcontext()

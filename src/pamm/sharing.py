@@ -41,7 +41,7 @@ class _Current:
 
 
 class _Currents(threading.local):
-    """Those of a group, by the id of X; for each thread of ``DataParallel`` its own.
+    """Those of a group, by the id of X; for each thread its own.
 
     Mostly one. Where k and v of a decoder also read the encoder's states, two.
     """

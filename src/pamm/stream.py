@@ -44,7 +44,7 @@ class Stream:
     ) -> None:
         key = zlib.crc32(f"{seed} {name}".encode()), zlib.crc32(f"{name} {seed}".encode())
         # The position, and two words of a key.
-        self._state = torch.tensor([0, *key], device=None if _is_meta(device) else device)
+        self._state = torch.tensor([0, *key], device="cpu" if _is_meta(device) else device)
         self._backend = backend
         # Which rows are no padding (pamm.padding); None where that is not known, or of no use.
         self.valid: Tensor | None = None
@@ -55,7 +55,11 @@ class Stream:
         return int(self._state[0])
 
     def draw(self, tokens: int, k: int, device: torch.device) -> Int64[Tensor, " k"]:
-        """The next k row numbers, uniform without replacement."""
+        """The next k row numbers, uniform without replacement.
+
+        Raises:
+            PammError: if there are fewer than k.
+        """
         self.move(device)
         if torch.compiler.is_compiling():  # the compiler writes the addition into the graph
             self._state[0].add_(1)
@@ -71,6 +75,8 @@ class Stream:
 
     def _count(self, tokens: int, k: int) -> int:
         """How many rows to draw: all of them where only some may be taken."""
+        if not torch.compiler.is_compiling() and k > tokens:
+            raise PammError(f"k is {k}, of {tokens} rows; draw at most as many as there are.")
         return k if self.valid is None or len(self.valid) != tokens else tokens
 
     def _first(self, rows: Tensor, k: int) -> Tensor:

@@ -270,7 +270,7 @@ def carried(model: nn.Module) -> dict[str, Tensor]:
     checkpoint; :func:`restore_carried` gives them back.
 
     Raises:
-        PammError: if two groups have one name, because parts of the model were converted apart.
+        PammError: if two of them have one name: parts of the model were converted apart, or copied.
 
     Examples:
         >>> model = nn.ModuleDict({name: nn.Linear(8, 8) for name in ("query", "key", "value")})
@@ -279,7 +279,7 @@ def carried(model: nn.Module) -> dict[str, Tensor]:
         ['{query,key,value}.axes', '{query,key,value}.passes']
     """
     check_model(model)
-    found = groups(model)
+    found = [group for group in groups(model) if group.method.carried()]
     refuse_same_names(found)
     return {
         f"{group.name}.{name}": tensor

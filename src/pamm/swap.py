@@ -20,6 +20,14 @@ class Swapped(nn.Module):
         mixin, base = type(self).__bases__
         return _rebuild, (mixin, base), self.__getstate__()
 
+    def _replicate_for_data_parallel(self) -> nn.Module:
+        """PyTorch's name for the copy that each GPU's thread gets, at every step."""
+        raise PammError(
+            "torch.nn.DataParallel runs copies of the layers in threads, which would share their "
+            "draws and what they keep. Start one process for each GPU (torchrun, accelerate "
+            "launch), or show this one a single GPU (CUDA_VISIBLE_DEVICES=0)."
+        )
+
 
 @functools.cache
 def mixed(mixin: type[Swapped], base: type[nn.Module]) -> type[Any]:

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from pamm.analysis.dry_run import Compressed, DryRun, dry_run
 from pamm.analysis.like_cuda import LikeCuda
-from pamm.errors import PammError
+from pamm.errors import PammError, said
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,8 +77,7 @@ class Source:
             ) from error
         except StrictDataclassError as error:
             raise PammError(
-                f"the configuration {name!r} is not one of a model "
-                f"({' '.join(str(error).split())[:300]}). Correct it."
+                f"the configuration {name!r} is not one of a model ({said(error)}). Correct it."
             ) from error
         names = [each for each in config.architectures or () if hasattr(transformers, each)]
         if names:
@@ -104,7 +103,7 @@ class Source:
         except Exception as error:  # of the model's own code
             raise PammError(
                 f"cannot build a model from the configuration {self.name!r} "
-                f"({type(error).__name__}: {' '.join(str(error).split())[:300]}). "
+                f"({type(error).__name__}: {said(error)}). "
                 "Correct the configuration."
             ) from error
         if getattr(model.config, "_attn_implementation", None) not in ("eager", "sdpa"):
@@ -144,7 +143,7 @@ def step(
     except Exception as error:
         raise PammError(
             f"{type(model).__name__} could not run without weights ({type(error).__name__}: "
-            f"{' '.join(str(error).split())[:300]}). Measure it on the real model instead: "
+            f"{said(error)}). Measure it on the real model instead: "
             "pamm.analysis.memory.saved_bytes."
         ) from error
 

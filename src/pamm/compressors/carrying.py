@@ -24,8 +24,9 @@ class Carrying(ABC):
     def prepare(self, in_features: int, device: torch.device) -> None:
         """The first unit vectors."""
         device = torch.device("cpu") if device.type == "meta" else device
-        self.axes = torch.eye(in_features, self.width(in_features), device=device)
-        self.passes = torch.zeros(1, dtype=torch.int64)
+        shape = in_features, self.width(in_features)
+        self.axes = torch.eye(*shape, device=device, dtype=torch.float32)
+        self.passes = torch.zeros(1, dtype=torch.int64, device="cpu")
 
     def move(self, device: torch.device) -> None:
         """The directions go along with the layers."""

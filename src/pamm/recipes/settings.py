@@ -112,6 +112,14 @@ def shipped(kind: str, name: str | Path, or_on_the_hub: bool = False) -> Path:
     return given
 
 
+def folder_name(name: str, value: object) -> None:
+    """Raise unless ``value`` names a folder that lies where it is made."""
+    if not isinstance(value, str) or not NAME.fullmatch(value):
+        raise PammError(
+            f"{name} is {value!r}; it names a folder: use letters, digits, '.', '_' and '-'."
+        )
+
+
 def whole_number(name: str, value: object, least: int) -> None:
     """Raise unless ``value`` is a whole number, ``least`` or above."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:

@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 
 from rich.console import Console
 
-from pamm.errors import ArmFailedError
+from pamm.errors import ArmFailedError, said
 from pamm.recipes.checkpoints import remove_checkpoints
 from pamm.recipes.files import FAILED, lock, write_text
 from pamm.recipes.stop import Stop
@@ -81,7 +81,7 @@ def _take(
             note = job.note
         except Exception as error:  # one that fails, out of memory say, does not stop the others
             write_text(job.folder / FAILED, traceback.format_exc())
-            note = f"failed: {' '.join(str(error).split())}"
+            note = f"failed: {said(error)}"
         if not keep_checkpoints:
             remove_checkpoints(job.folder)
         line = f"{job.title}: {note} ({time.monotonic() - start:,.0f} s)"

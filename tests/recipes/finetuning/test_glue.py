@@ -137,6 +137,7 @@ class TestSettings:
     @pytest.mark.parametrize(
         ("key", "value", "says"),
         [
+            ("name", "../out", "names a folder"),
             ("tasks", ("wnli",), "no task 'wnli'; choose from cola"),
             ("tasks", (), "one or more"),
             ("epochs", 0, "epochs is 0"),

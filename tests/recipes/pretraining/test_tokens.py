@@ -227,6 +227,17 @@ def test_a_tokenizer_that_cannot_be_loaded(tmp_path: Path) -> None:
         prepare(run, tmp_path, quiet())
 
 
+def test_a_tokenizer_that_would_run_its_own_code(tmp_path: Path) -> None:
+    """It is refused, and nobody is asked."""
+    folder = tmp_path / "code"
+    folder.mkdir()
+    (folder / "code.py").write_text("raise SystemExit('ran')\n")
+    auto_map = {"AutoTokenizer": ["code.Own", None]}
+    (folder / "tokenizer_config.json").write_text(json.dumps({"auto_map": auto_map}))
+    with pytest.raises(PammError, match=r"cannot load the tokenizer .*contains custom code"):
+        prepare(config(tmp_path, tokenizer=str(folder)), tmp_path, quiet())
+
+
 def test_texts_too_short_or_empty(tmp_path: Path) -> None:
     run = config(tmp_path, batch_size=10_000)
     with pytest.raises(PammError, match="one step takes 160,000"):

@@ -154,6 +154,8 @@ def test_a_file_as_a_person_writes_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "parts"),
     [
+        ({"name": "../out"}, ["name is '../out'", "names a folder"]),
+        ({"name": 7}, ["name is 7"]),
         ({"lrs": []}, ["lrs is []"]),
         ({"lrs": [0]}, ["lrs is 0", "above 0"]),
         ({"seeds": ["a"]}, ["seeds is 'a'"]),

@@ -8,7 +8,7 @@ import yaml
 
 from pamm.config import check_keys, read_mapping
 from pamm.errors import PammError
-from pamm.recipes.settings import Arm, positive, shipped, whole_number
+from pamm.recipes.settings import Arm, folder_name, positive, shipped, whole_number
 
 PRECISIONS = ("auto", "bf16", "fp32")
 
@@ -51,7 +51,8 @@ class FinetuneConfig:
     """Keys that may differ when a folder's fine-tuning goes on: what is there stays what it is."""
 
     def __post_init__(self) -> None:
-        for key in ("name", "model", "data"):
+        folder_name("name", self.name)
+        for key in ("model", "data"):
             check_text(key, getattr(self, key))
         for key in ("lrs", "lr_factors", "seeds"):
             object.__setattr__(self, key, distinct(key, getattr(self, key)))

@@ -9,7 +9,7 @@ import yaml
 
 from pamm.config import check_keys, read_mapping
 from pamm.errors import PammError
-from pamm.recipes.settings import NAME, Arm, number, positive, shipped, whole_number
+from pamm.recipes.settings import Arm, folder_name, number, positive, shipped, whole_number
 
 PRECISIONS = ("auto", "bf16", "fp32")
 ATTENTIONS = ("sdpa", "eager", "flash_attention_2")
@@ -82,10 +82,7 @@ class PretrainConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not NAME.fullmatch(self.name):
-            raise PammError(
-                f"name is {self.name!r}; it names a folder: use letters, digits, '.', '_' and '-'."
-            )
+        folder_name("name", self.name)
         for key, least in (
             ("steps", 1),
             ("vocabulary", 257),  # 256 bytes and the end of a text

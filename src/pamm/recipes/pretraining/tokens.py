@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from pamm.errors import PammError
+from pamm.errors import PammError, said
 from pamm.recipes.console import Advance, progress_bar
 from pamm.recipes.files import read_json, write_json, write_text
 from pamm.recipes.pretraining.settings import PretrainConfig
@@ -219,11 +219,10 @@ def load_tokenizer(name: str) -> tuple[Tokenizer, int | None]:
     if is_file(name):
         return _tokenizer_file(name)
     try:
-        loaded: Any = AutoTokenizer.from_pretrained(name)
+        loaded: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # of many kinds, by what is wrong with the folder or the name
-        reason = str(error).strip().splitlines()[0]
         raise PammError(
-            f"cannot load the tokenizer {name!r}: {reason} Give a folder or a name that "
+            f"cannot load the tokenizer {name!r}: {said(error)}. Give a folder or a name that "
             "AutoTokenizer loads, or leave tokenizer out to train one."
         ) from error
     if not loaded.is_fast:

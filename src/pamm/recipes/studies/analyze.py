@@ -23,7 +23,7 @@ from pamm.analysis.fidelity import (
 )
 from pamm.compressors import compressor
 from pamm.config import METHODS, PammConfig
-from pamm.errors import PammError
+from pamm.errors import PammError, said
 from pamm.extras import require
 from pamm.recipes.files import read_json, write_json
 from pamm.recipes.text.read import find_files, read_texts
@@ -232,8 +232,7 @@ def _load(checkpoint: Path) -> Any:
             checkpoint, use_safetensors=True, dtype=torch.float32
         )
     except Exception as error:  # of many kinds, by what is wrong with the files
-        reason = " ".join(str(error).split())
-        raise PammError(f"cannot load the model in {checkpoint}: {reason}") from error
+        raise PammError(f"cannot load the model in {checkpoint}: {said(error)}.") from error
 
 
 def _run_folder(checkpoint: Path) -> Path | None:
@@ -246,8 +245,6 @@ def _run_folder(checkpoint: Path) -> Path | None:
 
 
 def _tokens(run: Path | None, text: Sequence[str], tokenizer: str | None, count: int) -> Tensor:
-    from tokenizers import Tokenizer
-
     from pamm.recipes.pretraining.tokens import Tokens, load_tokenizer
 
     if not text and run is not None:
@@ -255,12 +252,9 @@ def _tokens(run: Path | None, text: Sequence[str], tokenizer: str | None, count:
     elif not text:
         raise PammError("the checkpoint lies in no folder of a run; give a text with --text.")
     else:
-        if tokenizer is not None and not tokenizer.endswith(".json"):
-            chosen = load_tokenizer(tokenizer)[0]
-        elif tokenizer is not None or run is not None:
-            chosen = Tokenizer.from_file(str(tokenizer or run / "tokenizer.json"))  # type: ignore[operator]
-        else:
+        if tokenizer is None and run is None:
             raise PammError("the checkpoint lies in no folder of a run; give a --tokenizer.")
+        chosen = load_tokenizer(tokenizer or str(run / "tokenizer.json"))[0]  # type: ignore[operator]
         numbers = []
         for each in read_texts(find_files([*text])):
             numbers += chosen.encode(each, add_special_tokens=False).ids

@@ -13,7 +13,7 @@ from pamm.errors import PammError
 from pamm.recipes.files import FAILED, RESULT, read_json
 from pamm.recipes.pretraining.results import ArmResult
 from pamm.recipes.pretraining.settings import PretrainConfig
-from pamm.recipes.settings import Arm, positive, whole_number
+from pamm.recipes.settings import Arm, folder_name, positive, whole_number
 from pamm.recipes.studies.cells import cells
 
 _OF_A_CELL = ("name", "arms", "lr", "seed")
@@ -103,6 +103,7 @@ class Study:
     keep_checkpoints: bool | list[str] = False
 
     def __post_init__(self) -> None:
+        folder_name("name", self.name)
         if not isinstance(self.base, dict) or any(key in self.base for key in _OF_A_CELL):
             raise PammError(
                 f"base is {self.base!r}; write the keys of a run, without {', '.join(_OF_A_CELL)}."

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from pamm.errors import PammError
+from pamm.errors import PammError, said
 from pamm.extras import require
 
 _PREFIX = "hub:"
@@ -45,5 +45,4 @@ def hub_texts(name: str) -> Iterator[str]:
     except PammError:
         raise
     except Exception as error:  # of many kinds: names, connections, formats
-        reason = " ".join(str(error).split())
-        raise PammError(f"cannot read {name}: {reason}") from error
+        raise PammError(f"cannot read {name}: {said(error)}.") from error

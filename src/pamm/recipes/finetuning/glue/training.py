@@ -73,13 +73,14 @@ def load(name: str, task: Task, device: str | None = None) -> tuple[Any, Any]:
     """
     kind = "regression" if task.classes == 1 else "single_label_classification"
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         model = AutoModelForSequenceClassification.from_pretrained(
             name,
             num_labels=task.classes,
             problem_type=kind,
             dtype=torch.float32,
             device_map=device,
+            trust_remote_code=False,
         )
     except (OSError, ValueError, KeyError) as error:
         raise PammError(

@@ -66,10 +66,10 @@ def load(
         model.to(device, dtype)
     else:
         try:
-            processor = AutoProcessor.from_pretrained(config.model)
+            processor = AutoProcessor.from_pretrained(config.model, trust_remote_code=False)
             weights = resumed or config.model
             model = AutoModelForImageTextToText.from_pretrained(
-                weights, dtype=dtype, device_map=device
+                weights, dtype=dtype, device_map=device, trust_remote_code=False
             )
         except (OSError, ValueError, KeyError, ImportError) as error:
             raise PammError(
