@@ -25,7 +25,7 @@ LAYERS = (
     {"autograd", "functional"},
     {"sharing", "nn", "recompute", "weightless"},
     {"adapters", "groups", "probe"},
-    {"report", "bypass", "surgery", "optim", "fidelity", "padding"},
+    {"report", "bypass", "surgery", "resume", "optim", "fidelity", "padding"},
     {"integrations"},
     {"analysis"},
     {"recipes"},

@@ -65,6 +65,7 @@ def test_schedulers_keep_the_factor() -> None:
     ("arguments", "message"),
     [
         ({"lr": 0}, "lr is 0; give a number above 0"),
+        ({"lr": True}, "lr is True"),
         ({"lr": math.nan}, "lr is nan"),
         ({"lr": math.inf}, "lr is inf"),
         ({"lr": "1e-3"}, "lr is '1e-3'; give a number above 0"),

@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     from pamm.functional import approx_matmul, compress, linear
     from pamm.optim import param_groups
     from pamm.report import Report
+    from pamm.resume import carried, restore_carried, seek
     from pamm.stream import Stream
-    from pamm.surgery import carried, convert, restore_carried, revert, seek
+    from pamm.surgery import convert, revert
     from pamm.types import Compressed
 
 __version__ = "0.1.0"
@@ -50,14 +51,14 @@ _HOMES = {
     "Report": "report",
     "Stream": "stream",
     "approx_matmul": "functional",
-    "carried": "surgery",
+    "carried": "resume",
     "compress": "functional",
     "convert": "surgery",
     "linear": "functional",
     "param_groups": "optim",
-    "restore_carried": "surgery",
+    "restore_carried": "resume",
     "revert": "surgery",
-    "seek": "surgery",
+    "seek": "resume",
 }
 _MODULES = ("fidelity", "nn", "padding")
 

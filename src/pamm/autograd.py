@@ -58,13 +58,13 @@ class CompressedLinear(torch.autograd.Function):
         ctx: Any, grad: Tensor
     ) -> tuple[Tensor | None, ...]:
         weight, *state = ctx.saved_tensors
-        needs_x, _, needs_weight, needs_bias = ctx.needs_input_grad[:4]
+        wants_x, _, wants_weight, wants_bias = ctx.needs_input_grad[:4]
         rows = grad.reshape(-1, grad.shape[-1])
         grad_x = None
-        if needs_x:
+        if wants_x:
             # Column-major for such an x, as autograd does: its strides, and the last bits.
             grad_x = (weight.t() @ rows.t()).t() if ctx.is_column_major else rows @ weight
             grad_x = grad_x.to(ctx.dtype).reshape(*grad.shape[:-1], weight.shape[1])
-        grad_weight = ctx.compressor.weight_grad(tuple(state), rows) if needs_weight else None
-        grad_bias = grad.sum_to_size(grad.shape[-1]) if needs_bias else None
+        grad_weight = ctx.compressor.weight_grad(tuple(state), rows) if wants_weight else None
+        grad_bias = grad.sum_to_size(grad.shape[-1]) if wants_bias else None
         return grad_x, None, grad_weight, grad_bias, None, *(None for _ in state)

@@ -15,6 +15,7 @@ from pamm.nn import Pamm, check_model, groups, is_pamm, refuse_same_names
 from pamm.sharing import Group
 from pamm.stream import Draw
 from pamm.surgery import is_converted
+from pamm.types import accumulation_dtype
 
 
 class Watched:
@@ -214,7 +215,8 @@ class _LayerWatcher(StandIn):
         x = state[-1]
         made = super().weight_grad(state if self._method.needs_x else state[:-1], grad)
         with ops.no_autocast(grad):
-            approximate, exact = made.double(), (grad.float().T @ x.float()).double()
+            dtype = accumulation_dtype(grad.dtype)
+            approximate, exact = made.double(), (grad.to(dtype).T @ x.to(dtype)).double()
             pairs = (approximate, approximate), (exact, exact), (approximate, exact)
             products = torch.stack([(a * b).sum() for a, b in pairs])
         self.products = products if self.products is None else self.products + products

@@ -83,4 +83,6 @@ def check_positive(name: str, value: object) -> None:
 
 def _is_number(value: object) -> bool:
     """Whether it is one; compiled optimizers take rates as tensors."""
-    return isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1)
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    return isinstance(value, Real) and not isinstance(value, bool)

@@ -31,6 +31,8 @@ class ConvertedGroup:
     config: PammConfig
     confirmed: bool = True
     """Whether a forward pass showed that nothing else keeps X; else by names alone."""
+    source: str | None = None
+    """The module that can make X again, if there is one."""
 
     def exact_bytes(self, tokens: int) -> int:
         """Bytes of X, which exact training keeps once for the whole group, or a copy of it for

@@ -29,17 +29,15 @@ from pamm.nn import (
     Pamm,
     check_model,
     features,
-    groups,
     is_linear,
     is_pamm,
     is_trained,
-    refuse_same_names,
 )
 from pamm.probe import Input, probe
 from pamm.recompute import Recomputing, attach, detach, left_unread
 from pamm.report import ConvertedGroup, Report, SkippedGroup, merge_skipped
 from pamm.sharing import Group
-from pamm.stream import Stream, check_step
+from pamm.stream import Stream
 from pamm.swap import refuse_covered
 
 _NOT_AGAIN = "cannot be made again in backward"
@@ -175,6 +173,7 @@ def _described(model: nn.Module, found: Found, config: PammConfig) -> ConvertedG
         *dtypes(model, found.layers),
         config,
         found.confirmed,
+        found.source,
     )
 
 
@@ -241,82 +240,6 @@ def is_converted(model: nn.Module) -> bool:
 def _converted(model: nn.Module) -> dict[str, Pamm | Recomputing]:
     named = model.named_modules()
     return {name: layer for name, layer in named if isinstance(layer, Pamm | Recomputing)}
-
-
-def seek(model: nn.Module, step: int) -> None:
-    """Position the draws of every group at the beginning of training step ``step``.
-
-    Call it before each step and a resumed run draws what the uninterrupted one would have drawn
-    (``pamm.integrations.transformers.PammCallback`` does). Without it draws follow one another
-    from the conversion on.
-
-    Raises:
-        PammError: if the model is not converted or the step is negative.
-    """
-    check_model(model)
-    check_step(step)
-    found = groups(model)
-    if not (any(is_trained(group.layers) for group in found) or is_converted(model)):
-        raise PammError("this model has no PAMM layers; call pamm.convert(model) first.")
-    for group in found:
-        group.stream.seek(step)
-
-
-def carried(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors that groups carry from step to step: the very ones, to be saved.
-
-    ``"subspace"`` and ``"sampled"`` carry directions, if there are any. They are not in the
-    state_dict, whose keys stay those of the exact model. ``PammCallback`` saves them beside each
-    checkpoint; :func:`restore_carried` gives them back.
-
-    Raises:
-        PammError: if two of them have one name: parts of the model were converted apart, or copied.
-
-    Examples:
-        >>> model = nn.ModuleDict({name: nn.Linear(8, 8) for name in ("query", "key", "value")})
-        >>> report = convert(model, PammConfig("subspace"))
-        >>> sorted(carried(model))
-        ['{query,key,value}.axes', '{query,key,value}.passes']
-    """
-    check_model(model)
-    found = [group for group in groups(model) if group.method.carried()]
-    refuse_same_names(found)
-    return {
-        f"{group.name}.{name}": tensor
-        for group in found
-        for name, tensor in group.method.carried().items()
-    }
-
-
-def restore_carried(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
-    """Give the groups back what they carried when ``saved`` was made from :func:`carried`.
-
-    Raises:
-        PammError: if they carry other things now: groups or shapes differ. Nothing is changed then.
-
-    Examples:
-        >>> model = nn.ModuleDict({name: nn.Linear(8, 8) for name in ("query", "key", "value")})
-        >>> report = convert(model, PammConfig("subspace"))
-        >>> saved = {name: tensor.clone() for name, tensor in carried(model).items()}
-        >>> restore_carried(model, saved)
-    """
-    tensors = carried(model)
-    if not isinstance(saved, Mapping) or not all(isinstance(t, Tensor) for t in saved.values()):
-        raise PammError(
-            f"saved is {type(saved).__name__}; give tensors by name, as pamm.carried(model) did. "
-            "Read a file first."
-        )
-    given, needed = ({n: tuple(t.shape) for n, t in each.items()} for each in (saved, tensors))
-    if given != needed:
-        name = next(n for n in {**needed, **given} if given.get(n) != needed.get(n))
-        raise PammError(
-            f"what was carried does not belong to this model's groups: {name} is "
-            f"{given.get(name, 'missing')} where it was saved and {needed.get(name, 'missing')} "
-            "here. Convert with the method, ratio and layers of the run that saved it; to change "
-            "them, begin a new run from its weights."
-        )
-    for name, tensor in tensors.items():
-        tensor.copy_(saved[name])
 
 
 def _reason(group: Found, config: PammConfig, include: Selector, exclude: Selector) -> str | None:

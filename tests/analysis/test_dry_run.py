@@ -20,7 +20,7 @@ from transformers import (
 
 import pamm
 from pamm.analysis.dry_run import Compressed, DryRun, dry_run
-from pamm.analysis.inspect import find
+from pamm.analysis.inspect import compressed, find
 from pamm.analysis.meta_model import Precision
 from pamm.integrations.lora import add_lora
 from tests.helpers import Model, saved_bytes, saved_tensors
@@ -109,7 +109,7 @@ def test_a_converted_model_keeps_what_is_predicted(
 ) -> None:
     dtype, autocast = MODES[mode]
     model = make().to(dtype).train()
-    groups = find(model, config, "attention").compressed(Precision(dtype, autocast))
+    groups = compressed(find(model, config, "attention"), Precision(dtype, autocast))
     pamm.convert(model, config)
     real = measured(model, autocast)
     found = predicted(make, mode, groups)
@@ -210,7 +210,7 @@ def test_adapters_in_fp32_keep_what_is_predicted(config: pamm.PammConfig) -> Non
     model = llama().bfloat16().train()
     for each in (meta, model):
         add_lora(each, names, True)
-    groups = find(meta, config, "attention").compressed(Precision(torch.bfloat16))
+    groups = compressed(find(meta, config, "attention"), Precision(torch.bfloat16))
     pamm.convert(model, config)
     ids = torch.zeros(BATCH, TOKENS, dtype=torch.long)
     found = dry_run(meta, lambda: meta(input_ids=ids, labels=ids).loss, compressed=groups)

@@ -239,6 +239,7 @@ def test_a_callback_may_be_given_in_place_of_a_config(tmp_path: Path) -> None:
         ({"pamm_lr_factor": float("nan")}, "pamm_lr_factor is nan"),
         ({"pamm_lr_factor": "0.5"}, "pamm_lr_factor is '0.5'"),
         ({"pamm_log_steps": -1}, "pamm_log_steps is -1"),
+        ({"pamm_log_steps": True}, "pamm_log_steps is True"),
         ({"pamm_log_steps": 1.5}, "pamm_log_steps is 1.5; give a whole number"),
         ({"pamm_log_layers": [0]}, r"pamm_log_layers is \[0\]; give a pattern"),
         ({"pamm": "sampled"}, "config is 'sampled'; give a PammConfig"),

@@ -3,12 +3,10 @@
 import dataclasses
 import importlib.util
 import re
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Iterable
 
 from torch import nn
 
-from pamm import groups
 from pamm.analysis.dry_run import Compressed, DryRun
 from pamm.analysis.inspection import InspectedGroup, Inspection, Setting
 from pamm.analysis.meta_model import PRECISIONS, Precision, Source, checkpoint, precision, step
@@ -16,7 +14,6 @@ from pamm.config import PammConfig
 from pamm.errors import PammError
 from pamm.integrations.lora import add_lora
 from pamm.nn import is_conv1d
-from pamm.probe import probe
 from pamm.report import ConvertedGroup, Report, SkippedGroup
 from pamm.surgery import convert, survey
 
@@ -26,24 +23,6 @@ NAMES = {
     "fp16-amp": "fp32 weights, fp16 autocast",
     "fp32": "fp32",
 }
-
-
-class Found(NamedTuple):
-    """What ``convert`` would do to a model."""
-
-    report: Report
-    sources: Mapping[str, str]
-    """By the group: the module that makes X again, for methods that let one."""
-
-    def compressed(self, how: Precision, config: PammConfig | None = None) -> list[Compressed]:
-        """The groups, for a dry run of the unconverted model; with ``config`` for their own."""
-        groups = [_as_computed(group, how) for group in self.report.converted]
-        if config is not None:
-            groups = [dataclasses.replace(group, config=config) for group in groups]
-        return [
-            Compressed(frozenset(group.layers), group.held_bytes, self.sources.get(group.name))
-            for group in groups
-        ]
 
 
 def inspect(
@@ -74,18 +53,18 @@ def inspect(
     check_sizes(batch=batch, seq=seq)
     source = Source.load(name)
     model = source.build(how.weights)
-    found = find(model, config, targets, widen)
-    report, wider = found.report, find(model, config, targets, widen=True)
-    if len(wider.report.converted) <= len(report.converted):
+    report = find(model, config, targets, widen)
+    wider = find(model, config, targets, widen=True)
+    if len(wider.converted) <= len(report.converted):
         wider = None
     exact = step(model, how, batch, seq)
 
-    def setting(name: str, model: nn.Module, how: Precision, *ways: Found) -> Setting:
+    def setting(name: str, model: nn.Module, how: Precision, *ways: Report) -> Setting:
         exact = step(model, how, batch, seq)
-        left = [step(model, how, batch, seq, each.compressed(how)).saved for each in ways]
+        left = [step(model, how, batch, seq, compressed(each, how)).saved for each in ways]
         return Setting(name, exact.saved, left[0], exact.weight_copies, *left[1:])
 
-    ways = (found,) if wider is None else (found, wider)
+    ways = (report,) if wider is None else (report, wider)
     settings = [
         setting(NAMES[each], source.build(PRECISIONS[each].weights), PRECISIONS[each], *ways)
         for each in dict.fromkeys((dtype, "bf16", "bf16-amp"))
@@ -108,7 +87,7 @@ def inspect(
         max(exact.rows.get(each, 0) for group in _all(report) for each in group.layers),
         NAMES[dtype],
         config,
-        tuple(_groups(exact, report, wider and wider.report, how)),
+        tuple(_groups(exact, report, wider, how)),
         tuple(settings),
         report.skipped,
         _only_kept(model, report, targets, widen),
@@ -127,7 +106,7 @@ def find(
     config: PammConfig,
     targets: str | Iterable[str],
     widen: bool = False,
-) -> Found:
+) -> Report:
     """What would be converted, and what would not; the model is as before.
 
     Raises:
@@ -136,12 +115,24 @@ def find(
     report = survey(model, config, targets=targets, widen=widen)
     if not (report.converted or report.skipped):
         convert(model, config, targets=targets)  # says what was looked for
-    sources = {}
-    if config.recomputes and report.converted:
-        for group in groups.find(model, groups.target_names(targets), probe(model), widen):
-            if group.source is not None:
-                sources[group.name] = group.source
-    return Found(report, sources)
+    return report
+
+
+def compressed(
+    report: Report, how: Precision, config: PammConfig | None = None
+) -> list[Compressed]:
+    """The groups, for a dry run of the unconverted model; with ``config`` for their own."""
+    groups = [_as_computed(group, how) for group in report.converted]
+    if config is not None:
+        groups = [dataclasses.replace(group, config=config) for group in groups]
+    return [
+        Compressed(
+            frozenset(group.layers),
+            group.held_bytes,
+            group.source if group.config.recomputes else None,
+        )
+        for group in groups
+    ]
 
 
 def _only_kept(model: nn.Module, report: Report, targets: str | Iterable[str], widen: bool) -> int:

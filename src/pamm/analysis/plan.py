@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pamm.analysis.inspect import NAMES, check_sizes, find
+from pamm.analysis.inspect import NAMES, check_sizes, compressed, find
 from pamm.analysis.inspection import described
 from pamm.analysis.meta_model import Source, checkpoint, precision, step
 from pamm.config import PammConfig
@@ -154,8 +154,7 @@ def plan(
     room = None if memory is None else parse_memory(memory)
     source = Source.load(name)
     model = source.build(how.weights)
-    converted = find(model, config, targets, widen)
-    report = converted.report
+    report = find(model, config, targets, widen)
     if checkpointing and not checkpoint(model, how):
         raise PammError(f"{type(model).__name__} does not know activation checkpointing.")
     own = [*model.parameters(), *model.buffers()]
@@ -167,7 +166,7 @@ def plan(
 
     @functools.cache
     def predict(batch: int, config: PammConfig | None) -> Memory:
-        groups = [] if config is None else converted.compressed(how, config)
+        groups = [] if config is None else compressed(report, how, config)
         run = step(model, how, batch, seq, groups)
         tokens = max(run.rows.get(layer, 0) for layer in members)
         return Memory(weights, optimizer, run.saved, weights + optimizer + run.peak, tokens)

@@ -1,4 +1,4 @@
-"""Figures of a comparison: loss curves and memory bars. Only here matplotlib is imported."""
+"""Figures of a comparison: loss curves and memory bars; what all figures share."""
 
 import io
 from collections.abc import Mapping, Sequence

@@ -13,7 +13,8 @@ from pamm.errors import PammError
 from pamm.example import Example
 from pamm.naming import Selector
 from pamm.report import Report
-from pamm.surgery import carried, convert, is_converted, restore_carried, seek
+from pamm.resume import carried, restore_carried, seek
+from pamm.surgery import convert, is_converted
 
 _log = logging.getLogger(__name__)
 

@@ -26,7 +26,8 @@ from pamm.nn import groups
 from pamm.optim import check_positive, reduced_weights
 from pamm.recompute import group_layers, recomputed_groups
 from pamm.report import Report
-from pamm.surgery import carried, convert, is_converted, restore_carried, seek
+from pamm.resume import carried, restore_carried, seek
+from pamm.surgery import convert, is_converted
 
 _log = logging.getLogger(__name__)
 
@@ -272,7 +273,8 @@ class PammTrainerMixin:
         **kwargs: Any,
     ) -> None:
         check_positive("pamm_lr_factor", pamm_lr_factor)
-        if not isinstance(pamm_log_steps, int) or pamm_log_steps < 0:
+        steps = pamm_log_steps
+        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
             raise PammError(
                 f"pamm_log_steps is {pamm_log_steps!r}; give a whole number, 0 (never) or above."
             )

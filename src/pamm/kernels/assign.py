@@ -27,7 +27,7 @@ def _gather_kernel(
     j = tl.program_id(0).to(tl.int64)
     row = tl.load(index_ptr + j).to(tl.int64)
     square = 0.0
-    largest = 0.0
+    size = 0.0
     for start in range(0, n, BLOCK_N):
         column = start + tl.arange(0, BLOCK_N).to(tl.int64)
         inside = column < n
@@ -36,11 +36,11 @@ def _gather_kernel(
         wide = value.to(tl.float32)
         square += tl.sum(wide * wide, 0)
         # A sum, not a maximum: NaN must come out as "not zero".
-        largest += tl.sum(tl.abs(wide), 0)
+        size += tl.sum(tl.abs(wide), 0)
     zero = square == 0  # written so that NaN is not zero
     tl.store(inverse_ptr + j, tl.where(zero, 0.0, 1.0 / tl.sqrt(tl.where(zero, 1.0, square))))
     tl.store(f_ptr + row, j.to(f_ptr.dtype.element_ty))
-    tl.store(alpha_ptr + row, tl.where(largest == 0, 0.0, 1.0).to(alpha_ptr.dtype.element_ty))
+    tl.store(alpha_ptr + row, tl.where(size == 0, 0.0, 1.0).to(alpha_ptr.dtype.element_ty))
     if j == 0:
         tl.store(beta_ptr, 1.0)
         if TESTED:
