@@ -205,6 +205,15 @@ def check_keys(values: dict[str, Any], allowed: list[str], where: str) -> None:
             raise PammError(f"{where} has no key {key!r}{hint} Allowed: {', '.join(allowed)}.")
 
 
+def check_fields(made: type, values: dict[str, Any], where: str) -> None:
+    """Refuse keys that are no fields of a dataclass, and fields without a default that lack."""
+    fields, none = dataclasses.fields(made), dataclasses.MISSING
+    check_keys(values, [field.name for field in fields], where)
+    needed = [each.name for each in fields if each.default is none and each.default_factory is none]
+    if missing := [name for name in needed if name not in values]:
+        raise PammError(f"{where} lacks {', '.join(missing)}. Add it.")
+
+
 def _suffix(path: Path) -> str:
     suffix = path.suffix.lower()
     if suffix not in (".json", ".yaml", ".yml"):

@@ -74,6 +74,11 @@ class Report:
     problem: str | None = None
     """Why no forward pass could confirm the groups, if so."""
 
+    def computing_in(self, dtype: torch.dtype) -> "Report":
+        """The same under autocast, where X is compressed after its cast."""
+        groups = (dataclasses.replace(group, dtype=dtype) for group in self.converted)
+        return dataclasses.replace(self, converted=tuple(groups))
+
     def exact_bytes(self, tokens: int) -> int:
         """Bytes of all inputs X of the converted groups."""
         return sum(group.exact_bytes(tokens) for group in self.converted)

@@ -1,9 +1,12 @@
-"""Which state of the source a result is from."""
+"""Which versions, and which state of the source, a result is from."""
 
 import functools
 import os
+import platform
 import subprocess
 from pathlib import Path
+
+import pamm
 
 
 @functools.cache
@@ -20,6 +23,20 @@ def commit() -> str | None:
         return _git(here, "rev-parse", "--short", "HEAD")
     except (OSError, subprocess.CalledProcessError):
         return None
+
+
+def versions() -> dict[str, str | None]:
+    """Of what a training runs on, and the commit."""
+    import torch
+    import transformers
+
+    return {
+        "pamm": pamm.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "commit": commit(),
+    }
 
 
 def _git(file: Path, *arguments: str) -> str:

@@ -105,6 +105,21 @@ def sharing() -> int:
     return int(os.environ.get(_SHARING, "1"))
 
 
+def wait(processes: list[subprocess.Popen[bytes]]) -> bool:
+    """Until all have ended. Ctrl-C is passed on to them; returns whether there was one."""
+    interrupted = False
+    for process in processes:
+        while True:
+            try:
+                process.wait()
+                break
+            except KeyboardInterrupt:
+                interrupted = True
+                for each in processes:
+                    each.send_signal(signal.SIGINT)
+    return interrupted
+
+
 def work(module: str, folder: Path, wanted: int | None) -> None:
     """Start workers, ``python -m MODULE FOLDER``, one for each GPU by default; wait for them."""
     devices = _devices(wanted)
@@ -119,16 +134,7 @@ def work(module: str, folder: Path, wanted: int | None) -> None:
         )
         for device in devices
     ]
-    interrupted = False
-    for worker in workers:
-        while True:
-            try:
-                worker.wait()
-                break
-            except KeyboardInterrupt:
-                interrupted = True
-                for each in workers:
-                    each.send_signal(signal.SIGINT)
+    interrupted = wait(workers)
     codes = [worker.returncode for worker in workers]
     if interrupted or 130 in codes:
         raise KeyboardInterrupt

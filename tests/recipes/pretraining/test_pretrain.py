@@ -105,7 +105,7 @@ def test_an_interrupt_in_the_last_step_of_an_arm_is_not_lost(
     """The arm ends as if nothing had been asked; the next one must not begin."""
 
     class Arms:
-        begun = 0
+        begun, returncode = 0, 0
 
         def __init__(self, *args: object, **kwargs: object) -> None:
             Arms.begun += 1

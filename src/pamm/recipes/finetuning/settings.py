@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Self
 
 import yaml
 
-from pamm.config import check_keys, read_mapping
+from pamm.config import check_fields, read_mapping
 from pamm.errors import PammError
 from pamm.recipes.settings import Arm, folder_name, positive, shipped, whole_number
 
@@ -92,12 +92,7 @@ class FinetuneConfig:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """Inverse of ``to_dict``; an unknown key or a missing one is an error."""
-        fields = dataclasses.fields(cls)
-        check_keys(values, [field.name for field in fields], "the fine-tuning")
-        none = dataclasses.MISSING
-        needed = [f.name for f in fields if f.default is none and f.default_factory is none]
-        if missing := [name for name in needed if name not in values]:
-            raise PammError(f"the fine-tuning lacks {', '.join(missing)}. Add it.")
+        check_fields(cls, values, "the fine-tuning")
         if not isinstance(values["arms"], dict):
             raise PammError(f"arms is {values['arms']!r}; write lines, exact: {{method: exact}}.")
         arms = tuple(cls.arm.from_dict(name, arm, seed=0) for name, arm in values["arms"].items())

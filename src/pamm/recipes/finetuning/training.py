@@ -1,6 +1,5 @@
 """One fine-tuning on the Transformers Trainer: what all recipes share."""
 
-import dataclasses
 import json
 import math
 from collections.abc import Mapping
@@ -17,7 +16,7 @@ from pamm.analysis.memory import saved_bytes
 from pamm.integrations.transformers import PammTrainerMixin
 from pamm.recipes.callbacks import StopCallback
 from pamm.recipes.checkpoints import last_checkpoint
-from pamm.recipes.commit import commit
+from pamm.recipes.commit import commit, versions
 from pamm.recipes.files import METRICS, RESULT, finite, write_json, write_text
 from pamm.recipes.finetuning.plan import FinetuneRun
 from pamm.recipes.finetuning.settings import FinetuneConfig
@@ -132,12 +131,7 @@ def write_result(
         "processes": processes(),
         "precision": "bf16 autocast" if trainer.args.bf16 else "fp32",
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "versions": {
-            "pamm": pamm.__version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "commit": commit(),
-        },
+        "versions": versions(),
     }
     write_json(run.folder / RESULT, result)
 
@@ -179,8 +173,7 @@ def held_bytes(
         counter.remove()
         pamm.revert(model)
     if bf16:  # layers compute in it, whatever their weights are kept in
-        groups = (dataclasses.replace(group, dtype=torch.bfloat16) for group in report.converted)
-        report = dataclasses.replace(report, converted=tuple(groups))
+        report = report.computing_in(torch.bfloat16)
     is_pamm, tokens = config.method == "pamm", rows[0]
     return {
         "held_bytes": sum(held.values()),

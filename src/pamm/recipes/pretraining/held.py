@@ -1,7 +1,5 @@
 """Bytes that the inputs of a run's converted layers hold, measured on one block of its model."""
 
-import dataclasses
-
 import torch
 from transformers import LlamaForCausalLM
 
@@ -39,6 +37,5 @@ def held_bytes(
     with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
         held = saved_bytes(model, layers, lambda: model(input_ids=ids, labels=ids))
     if bf16:  # layers compute in it, whatever their weights are kept in
-        converted = (dataclasses.replace(group, dtype=torch.bfloat16) for group in report.converted)
-        report = dataclasses.replace(report, converted=tuple(converted))
+        report = report.computing_in(torch.bfloat16)
     return blocks * sum(held.values()), report

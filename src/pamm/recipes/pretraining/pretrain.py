@@ -28,6 +28,7 @@ from pamm.recipes.pretraining.results import ArmResult, read_results, tables
 from pamm.recipes.pretraining.settings import PretrainConfig
 from pamm.recipes.ranks import processes
 from pamm.recipes.settings import Arm
+from pamm.recipes.workers import wait
 
 CONFIG = "config.yaml"
 _PREPARED = {"text.jsonl", "tokenizer.json", "tokens.bin", "tokens.json", "preparing.json", ".lock"}
@@ -166,14 +167,7 @@ def _run_arm(arm: Arm, folder: Path) -> None:
         close_fds=False,
         process_group=0,  # Ctrl-C reaches this process alone, and is passed on once
     )
-    interrupted = False
-    while True:
-        try:
-            code = process.wait()
-            break
-        except KeyboardInterrupt:
-            interrupted = True
-            process.send_signal(signal.SIGINT)
+    interrupted, code = wait([process]), process.returncode
     # Also where the arm had done its last step and ends as if nothing had been asked.
     if code in (130, -signal.SIGINT) or (interrupted and not code):
         raise KeyboardInterrupt

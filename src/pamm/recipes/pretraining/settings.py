@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from pamm.config import check_keys, read_mapping
+from pamm.config import check_fields, read_mapping
 from pamm.errors import PammError
 from pamm.recipes.settings import Arm, folder_name, number, positive, shipped, whole_number
 
@@ -189,11 +189,7 @@ class PretrainConfig:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "PretrainConfig":
         """Inverse of ``to_dict``; an unknown key or a missing one is an error."""
-        fields = dataclasses.fields(cls)
-        check_keys(values, [field.name for field in fields], "the run's configuration")
-        needed = [field.name for field in fields if field.default is dataclasses.MISSING]
-        if missing := [name for name in needed if name not in values]:
-            raise PammError(f"the run's configuration lacks {', '.join(missing)}. Add it.")
+        check_fields(cls, values, "the run's configuration")
         arms, seed = values["arms"], values.get("seed", 0)
         if not isinstance(arms, dict):
             raise PammError(

@@ -21,7 +21,7 @@ from pamm.errors import PammError
 from pamm.integrations.transformers import PammCallback
 from pamm.recipes.callbacks import StopCallback
 from pamm.recipes.checkpoints import last_checkpoint
-from pamm.recipes.commit import commit
+from pamm.recipes.commit import commit, versions
 from pamm.recipes.files import METRICS, RESULT, finite, read_json_lines, write_json
 from pamm.recipes.pretraining.callbacks import (
     MetricsCallback,
@@ -249,13 +249,7 @@ def _result(
         processes=processes(),
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu(),
         device_type=device.type,
-        versions={
-            "pamm": pamm.__version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-            "commit": commit(),
-        },
+        versions=versions(),
         sharing=sharing(),
     )
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pamm.config import check_keys, read_mapping
+from pamm.config import check_fields, read_mapping
 from pamm.errors import PammError
 from pamm.recipes.files import FAILED, RESULT, read_json
 from pamm.recipes.pretraining.results import ArmResult
@@ -138,11 +138,7 @@ class Study:
         """Read a YAML or JSON file."""
         values = read_mapping(path)
         try:
-            fields = dataclasses.fields(cls)
-            check_keys(values, [field.name for field in fields], "the study")
-            needed = [field.name for field in fields if field.default is dataclasses.MISSING]
-            if missing := [name for name in needed if name not in values]:
-                raise PammError(f"the study lacks {', '.join(missing)}. Add it.")
+            check_fields(cls, values, "the study")
             return cls(**values)
         except PammError as error:
             raise PammError(f"{path}: {error}") from error
