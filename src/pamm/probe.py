@@ -26,7 +26,7 @@ from pamm.adapters import uncast
 from pamm.errors import PammError
 from pamm.example import Example, example_of
 from pamm.nn import is_linear, is_pamm
-from pamm.recompute import detach
+from pamm.recompute import detach, storage_id
 from pamm.weightless import Weightless
 
 aten = torch.ops.aten
@@ -190,8 +190,8 @@ class _Watch:
         self._latest: dict[str, int] = {}
         self._inputs: dict[int, tuple[Tensor, Input]] = {}
         self._kept: dict[int, list[str]] = {}
-        self._parameters = {_storage(parameter) for parameter in model.parameters()}
-        self._buffers = {_storage(buffer) for buffer in model.buffers()}
+        self._parameters = {storage_id(parameter) for parameter in model.parameters()}
+        self._buffers = {storage_id(buffer) for buffer in model.buffers()}
         self._hooks = []
         for full, module in model.named_modules(prefix=name):
             before = self._before(full, module)
@@ -214,7 +214,7 @@ class _Watch:
         }
         for tensor, found in self._inputs.values():
             found.obstacle = found.obstacle or changed.get(found.maker or "")
-            found.keepers = list(dict.fromkeys(self._kept.get(_storage(tensor), ())))
+            found.keepers = list(dict.fromkeys(self._kept.get(storage_id(tensor), ())))
         inputs = [found for _, found in self._inputs.values()]
         # The graph holds this object: no garbage collector sees that cycle.
         for seen in (self._alive, self._versions, self._inputs):
@@ -225,7 +225,7 @@ class _Watch:
         """Called for everything that is kept for backward."""
         self._alive.append(tensor)
         name = self._running[-1].name if self._running else ""
-        self._kept.setdefault(_storage(tensor), []).append(name)
+        self._kept.setdefault(storage_id(tensor), []).append(name)
         return tensor.detach()  # an output that its own graph holds would never die
 
     def operation(self, func: Any, tensors: list[Tensor]) -> None:
@@ -235,7 +235,7 @@ class _Watch:
             obstacle = "draws random numbers"
         elif func._overloadpacket in PRODUCTS:
             obstacle = "multiplies matrices"
-        elif func._schema.is_mutable and any(_storage(t) in self._buffers for t in tensors):
+        elif func._schema.is_mutable and any(storage_id(t) in self._buffers for t in tensors):
             obstacle = "changes its buffers"
         if obstacle:
             for call in self._running:
@@ -286,12 +286,8 @@ class _Watch:
         maker, obstacle = self._made.get(id(x), (None, None))
         if maker is not None and self._latest[maker] != id(x):
             obstacle = obstacle or "runs again before its output is read"
-        new = Input([], [], maker, obstacle, _storage(x) in self._parameters)
+        new = Input([], [], maker, obstacle, storage_id(x) in self._parameters)
         _, found = self._inputs.setdefault(id(x), (x, new))
         if name not in found.readers:
             found.readers.append(name)
         found.obstacle = found.obstacle or obstacle
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata

@@ -267,7 +267,7 @@ def _hooks_around() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] |
     return top(False)  # type: ignore[no-any-return]
 
 
-def _storage(tensor: Tensor) -> int:
+def storage_id(tensor: Tensor) -> int:
     """Which storage this is a view of. Not its address, which all on ``meta``, and all that are
     empty, have in common."""
     return tensor.untyped_storage()._cdata
@@ -310,12 +310,12 @@ class Recomputing(Swapped):
         made = getattr(keeper, "recomputation", None)
         if not isinstance(made, Recomputation):
             return nullcontext()
-        made_again = {_storage(input), _storage(kept)}
+        made_again = {storage_id(input), storage_id(kept)}
         # All else goes to the hooks around (checkpointing, offloading), if there are any.
         keep, give = _hooks_around() or (_Kept.of, _Kept.unchanged)
 
         def pack(tensor: Tensor) -> Any:
-            if _storage(tensor) not in made_again:
+            if storage_id(tensor) not in made_again:
                 return keep(tensor)
             return _Again(tensor.dtype, tensor.shape)
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from pamm.analysis.like_cuda import LikeCuda
+from pamm.recompute import storage_id
 from pamm.weightless import Weightless
 
 
@@ -135,11 +136,6 @@ def dry_run(
     return DryRun(kept, watch.rows, inputs, memory.peak)
 
 
-def _address(tensor: Tensor) -> int:
-    """Of its memory; another tensor may get it when this one is gone."""
-    return tensor.untyped_storage()._cdata
-
-
 class _Memory:
     """Bytes alive now and at most, the model's own not counted."""
 
@@ -149,7 +145,7 @@ class _Memory:
         self._count = 0
         self._alive: dict[int, tuple[int, Any]] = {}
         for tensor in (*model.parameters(), *model.buffers()):
-            self._alive[_address(tensor)] = -1, None
+            self._alive[storage_id(tensor)] = -1, None
 
     @contextmanager
     def not_counting(self) -> Iterator[None]:
@@ -160,7 +156,7 @@ class _Memory:
 
     def meet(self, tensor: Tensor) -> int:
         """Count the memory of a tensor until it dies; its number, -1 for the model's own."""
-        address = _address(tensor)
+        address = storage_id(tensor)
         if address in self._alive:
             return self._alive[address][0]
         storage = tensor.untyped_storage()
