@@ -23,7 +23,7 @@ LAYERS = (
     {"stream"},
     {"compressors"},
     {"autograd", "functional"},
-    {"sharing", "nn", "recompute", "weightless"},
+    {"sharing", "nn", "recomputation", "recompute", "weightless"},
     {"adapters", "groups", "probe"},
     {"report", "bypass", "surgery", "resume", "optim", "fidelity", "padding"},
     {"integrations"},

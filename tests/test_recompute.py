@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 import pamm
 from pamm.analysis.memory import saved_bytes as saved_bytes_of
-from pamm.recompute import Recomputation, attach, detach, group_layers
+from pamm.recomputation import Recomputation
+from pamm.recompute import attach, detach, group_layers
 from tests.helpers import (
     NAMES,
     Block,

@@ -18,7 +18,7 @@ def skip_padding(model: nn.Module, argument: str = "attention_mask") -> Callable
     The gradient of a padded row is zero where the loss does not read it, so a generator that is
     one is lost; with k = 1 it can be the only one. k stays what the ratio says of all rows.
     Where a group has other rows than the mask (a vision tower), it draws as before. So does every
-    other method than PAMM's without a tolerance: ``uniform_crs`` and a finite tolerance scale the
+    other method than PAMM's without a tolerance: ``uniform_crs`` and a tolerance below 1 scale the
     gradient by all rows, and are unbiased only if they draw among all; the other methods draw no
     rows to keep. For eager models: the mask lies outside a compiled graph.
 

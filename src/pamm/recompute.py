@@ -28,28 +28,8 @@ from torch.utils.checkpoint import (
 from pamm.autograd import even
 from pamm.functional import autocast_dtype
 from pamm.nn import is_pamm, warn_if_frozen
+from pamm.recomputation import Kept, Recomputation
 from pamm.swap import Swapped, restore, swap
-
-
-class _Kept(NamedTuple):
-    """A tensor kept for backward. Autograd does not check what hooks keep; this does."""
-
-    tensor: Tensor
-    version: int
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> "_Kept":
-        return cls(tensor, tensor._version)
-
-    def unchanged(self) -> Tensor:
-        """The tensor; an error if it was written to since."""
-        if self.tensor._version != self.version:
-            raise RuntimeError(
-                f"a tensor of shape {tuple(self.tensor.shape)} that is needed for the gradient was "
-                f"modified by an inplace operation: it is at version {self.tensor._version}, "
-                f"expected version {self.version}. Call backward before weights are changed."
-            )
-        return self.tensor
 
 
 class _Again(NamedTuple):
@@ -57,170 +37,6 @@ class _Again(NamedTuple):
 
     dtype: torch.dtype
     shape: torch.Size
-
-
-Packed = tuple["Recomputation", int]
-
-_OTHERWISE = (
-    "leave its group out of the conversion (exclude), or convert it with a method that keeps "
-    "something of X, such as PammConfig('subspace')."
-)
-
-
-class _Keep(torch.autograd.Function):
-    """The identity on X, which saves h in the way that hooks (offloading, counting) see.
-
-    The node of X in the graph, by which its readers find how to make it again.
-    """
-
-    @staticmethod
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, x: Tensor, h: Tensor, recomputation: "Recomputation"
-    ) -> Tensor:
-        ctx.save_for_backward(h)
-        ctx.recomputation = recomputation
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, grad: Tensor
-    ) -> tuple[Tensor | None, ...]:
-        ctx.recomputation.output(ctx)  # while h is there: the module's own backward comes next
-        ctx.recomputation.forget()  # all readers have run
-        return grad, None, None
-
-
-class Recomputation:
-    """One output of a module, which is made again from the module's input in backward.
-
-    Args:
-        function: the module's forward; the same input gives the same output.
-        module: its parameters and attributes must be the same in backward.
-    """
-
-    def __init__(self, function: Callable[[Tensor], Tensor], module: nn.Module) -> None:
-        self._function, self._module = function, module
-        self._kept = [_Kept.of(weight) for weight in module.parameters()]
-        self._count = 0
-        self._saved: dict[int, Tensor] = {}
-        self._again: Tensor | None = None
-
-    def run(self, h: Tensor) -> Tensor:
-        """The output, of which neither it nor what its backward needs is kept; h is."""
-        self._needs_grad, self._autocast = h.requires_grad, _autocast(h.device.type)
-        before = _attributes(self._module)
-        with saved_tensors_hooks(self._pack, _unpack):
-            x = self._function(h)
-        # Without those that the module itself sets: what it notes down is no input.
-        after = _attributes(self._module)
-        self._attributes = {name: now for name, now in after.items() if before.get(name) is now}
-        self._shape, self._stride = x.shape, x.stride()
-        return _Keep.apply(x, h, self)
-
-    def output(self, keeper: Any) -> Tensor:
-        """The output, computed again if it is not there; ``keeper`` is its node in the graph."""
-        if self._again is None:
-            (h,) = keeper.saved_tensors
-            self._recompute(h)
-        assert self._again is not None
-        return self._again
-
-    @property
-    def _name(self) -> str:
-        return type(self._module).__bases__[1].__name__
-
-    def forget(self) -> None:
-        """Let go of the output; what the module's own backward needs stays for it."""
-        self._again = None
-
-    def saved(self, number: int) -> Tensor:
-        """Tensor ``number`` of those that the module's own backward needs; each is asked once, and
-        let go of: a loss that is held holds this object.
-        """
-        if number not in self._saved:
-            raise RuntimeError(
-                f"a saved tensor of {self._name} was read twice, and its input is made again "
-                f"once in backward. To read it as often as you like, {_OTHERWISE}"
-            )
-        return self._saved.pop(number)
-
-    def _pack(self, tensor: Tensor) -> "Packed | _Kept":
-        if isinstance(tensor, nn.Parameter):
-            return _Kept.of(tensor)
-        self._count += 1
-        return self, self._count - 1
-
-    def _recompute(self, h: Tensor) -> None:
-        weights, now = list(self._module.parameters()), _attributes(self._module)
-        for name, was in self._attributes.items():
-            if not _same(now.get(name), was):
-                raise RuntimeError(
-                    f"{name!r} of {self._name} is another than in the forward pass, from which its "
-                    "output must be made again. Call backward before it is changed, or "
-                    f"{_OTHERWISE}"
-                )
-        if [id(weight) for weight in weights] != [id(kept.unchanged()) for kept in self._kept]:
-            raise RuntimeError(
-                f"the weights of {self._name} are not those of the forward pass, from which "
-                "its output must be made again. Call backward before weights are exchanged; give "
-                "torch.func.functional_call tensors that are no nn.Parameter."
-            )
-        saved: list[Tensor] = []
-
-        def collect(tensor: Tensor) -> Tensor:
-            if not isinstance(tensor, nn.Parameter):
-                saved.append(tensor.detach())
-            # Not the tensor itself: a graph that keeps its own output is never freed.
-            return tensor.detach()
-
-        h = h.detach().requires_grad_(self._needs_grad)
-        with (
-            torch.enable_grad(),
-            self._autocast(),
-            saved_tensors_hooks(collect, lambda tensor: tensor),
-        ):
-            again = self._function(h).detach()
-        if len(saved) != self._count or again.shape != self._shape:
-            raise RuntimeError(
-                f"{self._name} computes something else in backward than in the forward pass: its "
-                f"output depends on more than its input. To train it, {_OTHERWISE}"
-            )
-        if again.stride() != self._stride:  # h came back from a hook with others
-            again = torch.empty_strided(
-                again.shape, self._stride, dtype=again.dtype, device=again.device
-            ).copy_(again)
-        self._again, self._saved = again, dict(enumerate(saved))
-
-
-def _attributes(module: nn.Module) -> dict[str, object]:
-    """Of the module and what is in it: neither what they registered, nor what PyTorch has there."""
-    return {
-        f"{path}.{name}" if path else name: value
-        for path, part in module.named_modules()
-        for name, value in vars(part).items()
-        if not name.startswith("_") and name != "training"
-    }
-
-
-def _same(one: object, other: object) -> bool:
-    """The same thing, or an equal number or text."""
-    return one is other or (isinstance(other, int | float | str) and one == other)
-
-
-def _autocast(device: str) -> Callable[[], AbstractContextManager[object]]:
-    """A context with autocast as it is now: backward runs outside of it."""
-    if device == "meta":
-        return nullcontext
-    enabled = torch.is_autocast_enabled(device)
-    dtype = torch.get_autocast_dtype(device) if enabled else None
-    return functools.partial(torch.autocast, device, dtype, enabled)
-
-
-def _unpack(packed: "Packed | _Kept") -> Tensor:
-    if isinstance(packed, _Kept):
-        return packed.unchanged()
-    recomputation, number = packed
-    return recomputation.saved(number)
 
 
 def _policy(_: Any, op: Any, *args: Any, **__: Any) -> CheckpointPolicy:
@@ -312,7 +128,7 @@ class Recomputing(Swapped):
             return nullcontext()
         made_again = {storage_id(input), storage_id(kept)}
         # All else goes to the hooks around (checkpointing, offloading), if there are any.
-        keep, give = _hooks_around() or (_Kept.of, _Kept.unchanged)
+        keep, give = _hooks_around() or (Kept.of, Kept.unchanged)
 
         def pack(tensor: Tensor) -> Any:
             if storage_id(tensor) not in made_again:

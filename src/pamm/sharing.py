@@ -68,7 +68,7 @@ class Group:
         self.method = method
         self.stream = stream
         self._currents = _Currents()
-        self._traced = frozenset(range(len(layers)))
+        self._traced: frozenset[int] = frozenset()
 
     def share(self, member: int, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, State]:
         """For layer number ``member``: X in the dtype to compute in, without a gradient if it has
@@ -103,11 +103,13 @@ class Group:
     def _traced_state(self, member: int, x: Tensor) -> State:
         """In a compiled graph every member writes the compression down, and the compiler, which
         finds the same operations on the same tensors, keeps one of them. So all must draw the same
-        rows: the first to ask draws, the others draw again. One that asks twice has begun another
-        pass.
+        rows: the first to ask draws, the others draw again. A pass is over once all that train have
+        asked, or when one asks twice. Then nothing is left that would make the compiler start anew.
         """
-        leads = member in self._traced
-        self._traced = frozenset((member,)) if leads else self._traced | {member}
+        leads = not self._traced or member in self._traced
+        asked = frozenset((member,)) if leads else self._traced | {member}
+        trained = (i for i, m in enumerate(self.layers) if m.training and m.weight.requires_grad)
+        self._traced = frozenset() if asked.issuperset(trained) else asked
         draw = self.stream.draw if leads else self.stream.draw_again
         return compress_rows(self.method, x, draw, advance=leads)
 

@@ -44,7 +44,7 @@ class Stream:
     ) -> None:
         key = zlib.crc32(f"{seed} {name}".encode()), zlib.crc32(f"{name} {seed}".encode())
         # The position, and two words of a key.
-        self._state = torch.tensor([0, *key], device="cpu" if _is_meta(device) else device)
+        self._state = torch.tensor([0, *key], device="cpu" if _is_nowhere(device) else device)
         self._backend = backend
         # Which rows are no padding (pamm.padding); None where that is not known, or of no use.
         self.valid: Tensor | None = None
@@ -97,7 +97,7 @@ class Stream:
 
     def move(self, device: torch.device) -> None:
         """Draw on this device from now on."""
-        if self._state.device != device and not _is_meta(device):
+        if self._state.device != device and not _is_nowhere(device):
             self._state = self._state.to(device)
 
 
@@ -109,9 +109,9 @@ def check_step(step: object) -> None:
         )
 
 
-def _is_meta(device: torch.device | None) -> bool:
-    """Whether tensors there have no values; the stream keeps its own elsewhere."""
-    return device is not None and device.type == "meta"
+def _is_nowhere(device: torch.device | None) -> bool:
+    """Whether it is none, or tensors there have no values; the stream keeps its own elsewhere."""
+    return device is None or device.type == "meta"
 
 
 def _rank() -> int:

@@ -8,6 +8,7 @@ import functools
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import nn
 
 from pamm.errors import PammError
@@ -22,11 +23,13 @@ class Swapped(nn.Module):
 
     def _replicate_for_data_parallel(self) -> nn.Module:
         """PyTorch's name for the copy that each GPU's thread gets, at every step."""
-        raise PammError(
-            "torch.nn.DataParallel runs copies of the layers in threads, which would share their "
-            "draws and what they keep. Start one process for each GPU (torchrun, accelerate "
-            "launch), or show this one a single GPU (CUDA_VISIBLE_DEVICES=0)."
-        )
+        if self.training and torch.is_grad_enabled():
+            raise PammError(
+                "torch.nn.DataParallel trains copies of the layers in threads, which would share "
+                "their draws and what they keep. Start one process for each GPU (torchrun, "
+                "accelerate launch), or show this one a single GPU (CUDA_VISIBLE_DEVICES=0)."
+            )
+        return super()._replicate_for_data_parallel()  # type: ignore[no-any-return,operator]
 
 
 @functools.cache
@@ -43,6 +46,12 @@ def swap(module: nn.Module, mixin: type[Swapped]) -> None:
 def restore(module: Swapped) -> None:
     """Undo ``swap``."""
     module.__class__ = type(module).__bases__[1]
+
+
+def original(module: nn.Module) -> type[nn.Module]:
+    """The class that it had before ``swap``, whatever was put over it since."""
+    mixed = next(c for c in type(module).__mro__ if issubclass(c.__bases__[0], Swapped))
+    return mixed.__bases__[1]  # type: ignore[no-any-return]
 
 
 def refuse_covered(named: Iterable[tuple[str, nn.Module]]) -> None:

@@ -229,7 +229,7 @@ def _load(checkpoint: Path) -> Any:
         raise PammError(f"{checkpoint} holds no model; give a checkpoint folder of a run.")
     try:
         return AutoModelForCausalLM.from_pretrained(
-            checkpoint, use_safetensors=True, dtype=torch.float32
+            checkpoint, use_safetensors=True, dtype=torch.float32, trust_remote_code=False
         )
     except Exception as error:  # of many kinds, by what is wrong with the files
         raise PammError(f"cannot load the model in {checkpoint}: {said(error)}.") from error

@@ -62,7 +62,7 @@ def load(
     if (values := config.from_scratch) is not None:
         processor, model = _new(values, classes)
         if resumed is not None:
-            model = AutoModelForImageTextToText.from_pretrained(resumed)
+            model = AutoModelForImageTextToText.from_pretrained(resumed, trust_remote_code=False)
         model.to(device, dtype)
     else:
         try:
