@@ -50,8 +50,8 @@ def restore(module: Swapped) -> None:
 
 def original(module: nn.Module) -> type[nn.Module]:
     """The class that it had before ``swap``, whatever was put over it since."""
-    mixed = next(c for c in type(module).__mro__ if issubclass(c.__bases__[0], Swapped))
-    return mixed.__bases__[1]  # type: ignore[no-any-return]
+    of_two = (each.__bases__ for each in type(module).__mro__ if len(each.__bases__) == 2)
+    return next(base for mixin, base in of_two if issubclass(mixin, Swapped))
 
 
 def refuse_covered(named: Iterable[tuple[str, nn.Module]]) -> None:
