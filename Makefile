@@ -30,7 +30,7 @@ docs: $(STAMP)
 # Two workers of one thread each: tests are small, and most of their time is Python's.
 test: lint docs
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
-	$(BIN)/pytest -o addopts=-ra tests/compiled  # by itself: the compiler cannot trace shape checks
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -o addopts=-ra tests/compiled  # by itself: the compiler cannot trace shape checks
 
 H200 := benchmarks/results/h200
 STUDIES := 60m 60m-beta2-0.999 60m-finals 60m-figures 60m-mlp 350m 350m-long glue-minilm vlm-drawn
