@@ -207,8 +207,6 @@ def _lora_arm(
             optimizer.step()
             optimizer.zero_grad()
 
-        for _ in range(3):  # compile kernels, and let the optimizer make its state
-            step()
         record |= dict(peaks(step, device))
         seconds = statistics.median(_seconds(step, device) for _ in range(repeats))
         record["step_ms"] = 1e3 * seconds

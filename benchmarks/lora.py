@@ -99,11 +99,7 @@ def measure(
         trained = [parameter for parameter in arm.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=device.type == "cuda")
         steps[name] = Steps(arm, optimizer, ids)
-    memory = {}
-    for name, step in steps.items():
-        for _ in range(2):  # compile kernels, and let the optimizer make its state
-            step()
-        memory[name] = dict(peaks(step, device))
+    memory = {name: dict(peaks(step, device)) for name, step in steps.items()}
     medians = interleave(steps, device, repeats, warmup=1)
     return {
         name: {

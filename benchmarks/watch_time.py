@@ -38,11 +38,7 @@ def measure(size: str, config: pamm.PammConfig, device: torch.device) -> list[Re
         mark("metrics")
 
     arms = {"plain": step, "watched": watched}
-    memory = {}
-    for name, arm in arms.items():
-        for _ in range(2):  # compile kernels, and let the optimizer make its state
-            arm()
-        memory[name] = dict(peaks(arm, device))
+    memory = {name: dict(peaks(arm, device)) for name, arm in arms.items()}
     medians = interleave(arms, device, REPEATS, warmup=1)
     return [
         {

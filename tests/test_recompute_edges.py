@@ -194,10 +194,11 @@ class OfDomain(nn.Module):
         super().__init__()
         self.weight, self.domain = nn.Parameter(torch.rand(2, n)), 0
         self.scale: Tensor | None = None
-        self.mean, self.calls = torch.zeros(()), 0
+        self.mean, self.calls, self.sum = torch.zeros(()), 0, torch.zeros(())
 
     def forward(self, h: Tensor) -> Tensor:
         self.mean, self.calls = h.mean(), self.calls + 1
+        self.sum += h.detach().sum()
         y = h * self.weight[self.domain]
         return y if self.scale is None else y * self.scale
 

@@ -102,8 +102,7 @@ class PammConfig:
         # As text: a number that differs between two models torch.compile may turn into a symbol.
         share = Fraction(ratio or 1).limit_denominator(1 << 20)
         object.__setattr__(self, "_share", f"{share.numerator}/{share.denominator}")
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
-            raise PammError(f"seed is {self.seed!r}; give a whole number, 0 or above.")
+        whole_number("seed", self.seed, least=0)
 
     def _directions(self) -> int | None:
         value = self.directions
@@ -116,8 +115,7 @@ class PammConfig:
             return None
         if value is None:
             return 0
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise PammError(f"directions is {value!r}; give a whole number, 0 or above.")
+        whole_number("directions", value, least=0)
         return value
 
     @property
@@ -194,6 +192,12 @@ def read_mapping(path: str | Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise PammError(f"{path} holds {type(values).__name__}; write 'key: value' lines instead.")
     return values
+
+
+def whole_number(name: str, value: object, least: int) -> None:
+    """Raise unless ``value`` is a whole number, ``least`` or above."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise PammError(f"{name} is {value!r}; give a whole number, {least} or above.")
 
 
 def check_keys(values: dict[str, Any], allowed: list[str], where: str) -> None:

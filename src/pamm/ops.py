@@ -216,7 +216,7 @@ def _(codes: Tensor, size: Tensor, fine: int, k: int, backend: str) -> Tensor:
     torch.Tag.cudagraph_unsafe,
 )
 def refresh(carried: Tensor, passes: Tensor, x: Tensor) -> None:
-    """``subspace.refreshed`` in place, in the first passes and then in each ``every``-th.
+    """``subspace.refreshed`` in place, in the first passes and then in each ``EVERY``-th.
 
     ``passes`` (1,) counts, on the CPU: the host decides, and does not wait for the device. So a
     graph of the device cannot hold this op: torch.compile leaves it out of its graphs.

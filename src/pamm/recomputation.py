@@ -26,9 +26,14 @@ class Kept(NamedTuple):
     def of(cls, tensor: Tensor) -> "Kept":
         return cls(tensor, tensor._version)
 
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether it was not written to since."""
+        return self.tensor._version == self.version
+
     def unchanged(self) -> Tensor:
         """The tensor; an error if it was written to since."""
-        if self.tensor._version != self.version:
+        if not self.is_unchanged:
             raise RuntimeError(
                 f"a tensor of shape {tuple(self.tensor.shape)} that is needed for the gradient was "
                 f"modified by an inplace operation: it is at version {self.tensor._version}, "
@@ -89,6 +94,9 @@ class Recomputation:
         self._attributes = _attributes(self._module)
         with saved_tensors_hooks(self._pack, _unpack):
             x = self._function(h)
+        for _, was in self._attributes:  # what the module itself writes to is no input
+            for name in [n for n, v in was.items() if isinstance(v, Kept) and not v.is_unchanged]:
+                del was[name]
         self._shape, self._stride = x.shape, x.stride()
         return _Keep.apply(x, h, self)
 
@@ -188,9 +196,9 @@ def _attributes(module: nn.Module) -> _Attributes:
 def _as_it_was(attributes: _Attributes) -> Iterator[None]:
     """With these attributes, and afterwards with those of now."""
     now = [dict(place) for place, _ in attributes]
-    for place, was in attributes:
-        place |= {n: v.unchanged() if isinstance(v, Kept) else v for n, v in was.items()}
     try:
+        for place, was in attributes:
+            place |= {n: v.unchanged() if isinstance(v, Kept) else v for n, v in was.items()}
         yield
     finally:
         for (place, _), there in zip(attributes, now, strict=True):

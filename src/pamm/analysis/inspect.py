@@ -10,8 +10,7 @@ from torch import nn
 from pamm.analysis.dry_run import Compressed, DryRun
 from pamm.analysis.inspection import InspectedGroup, Inspection, Setting
 from pamm.analysis.meta_model import PRECISIONS, Precision, Source, checkpoint, precision, step
-from pamm.config import PammConfig
-from pamm.errors import PammError
+from pamm.config import PammConfig, whole_number
 from pamm.integrations.lora import add_lora
 from pamm.nn import is_conv1d
 from pamm.report import ConvertedGroup, Report, SkippedGroup
@@ -97,8 +96,7 @@ def inspect(
 def check_sizes(**sizes: int) -> None:
     """Raise unless all are 1 or more."""
     for name, size in sizes.items():
-        if size < 1:
-            raise PammError(f"{name} is {size}; give a number, 1 or above.")
+        whole_number(name, size, least=1)
 
 
 def find(

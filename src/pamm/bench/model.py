@@ -112,8 +112,6 @@ def bench_model(
     memory: dict[str, dict[str, Any]] = {}
     with _variants(len(arms)) if compiled else nullcontext():
         for name, step in steps.items():
-            for _ in range(2):  # compile, and let the optimizer make its state
-                step()
             memory[name] = dict(peaks(step, device))
             between()
         medians = interleave(steps, device, repeats, 2, between)

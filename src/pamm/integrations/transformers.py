@@ -17,7 +17,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from pamm.bypass import checkpointing, refuse_bypasses
 from pamm.compressors import Exact
-from pamm.config import PammConfig, checked
+from pamm.config import PammConfig, checked, whole_number
 from pamm.errors import PammError
 from pamm.example import Example
 from pamm.fidelity import watch
@@ -273,11 +273,7 @@ class PammTrainerMixin:
         **kwargs: Any,
     ) -> None:
         check_positive("pamm_lr_factor", pamm_lr_factor)
-        steps = pamm_log_steps
-        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
-            raise PammError(
-                f"pamm_log_steps is {pamm_log_steps!r}; give a whole number, 0 (never) or above."
-            )
+        whole_number("pamm_log_steps", pamm_log_steps, least=0)
         if pamm_log_layers is not None:
             pamm_log_layers = patterns("pamm_log_layers", pamm_log_layers)
         self.pamm = pamm if isinstance(pamm, PammCallback) else PammCallback(pamm)

@@ -120,12 +120,6 @@ def folder_name(name: str, value: object) -> None:
         )
 
 
-def whole_number(name: str, value: object, least: int) -> None:
-    """Raise unless ``value`` is a whole number, ``least`` or above."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise PammError(f"{name} is {value!r}; give a whole number, {least} or above.")
-
-
 def positive(name: str, value: object) -> float:
     """``value`` as a float above 0, or an error."""
     found = number(value)

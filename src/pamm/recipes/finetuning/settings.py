@@ -6,9 +6,9 @@ from typing import Any, ClassVar, Self
 
 import yaml
 
-from pamm.config import check_fields, read_mapping
+from pamm.config import check_fields, read_mapping, whole_number
 from pamm.errors import PammError
-from pamm.recipes.settings import Arm, folder_name, positive, shipped, whole_number
+from pamm.recipes.settings import Arm, folder_name, positive, shipped
 
 PRECISIONS = ("auto", "bf16", "fp32")
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import yaml
 
-from pamm.config import check_fields, read_mapping
+from pamm.config import check_fields, read_mapping, whole_number
 from pamm.errors import PammError
-from pamm.recipes.settings import Arm, folder_name, number, positive, shipped, whole_number
+from pamm.recipes.settings import Arm, folder_name, number, positive, shipped
 
 PRECISIONS = ("auto", "bf16", "fp32")
 ATTENTIONS = ("sdpa", "eager", "flash_attention_2")

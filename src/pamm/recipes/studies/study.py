@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pamm.config import check_fields, read_mapping
+from pamm.config import check_fields, read_mapping, whole_number
 from pamm.errors import PammError
 from pamm.recipes.files import FAILED, RESULT, read_json
 from pamm.recipes.pretraining.results import ArmResult
 from pamm.recipes.pretraining.settings import PretrainConfig
-from pamm.recipes.settings import Arm, folder_name, positive, whole_number
+from pamm.recipes.settings import Arm, folder_name, positive
 from pamm.recipes.studies.cells import cells
 
 _OF_A_CELL = ("name", "arms", "lr", "seed")

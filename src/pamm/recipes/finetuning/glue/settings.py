@@ -3,10 +3,10 @@
 import dataclasses
 from typing import ClassVar
 
+from pamm.config import whole_number
 from pamm.errors import PammError
 from pamm.recipes.finetuning.glue.tasks import TASKS
 from pamm.recipes.finetuning.settings import FinetuneConfig, check_text, distinct
-from pamm.recipes.settings import whole_number
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -21,12 +21,11 @@ from transformers import (
 )
 
 import pamm
-from pamm.config import check_keys
+from pamm.config import check_keys, whole_number
 from pamm.errors import PammError, said
 from pamm.extras import require
 from pamm.recipes.finetuning.vlm.questions import question
 from pamm.recipes.finetuning.vlm.settings import VlmConfig
-from pamm.recipes.settings import whole_number
 
 PARTS = ("vision_config", "text_config")
 PROJECTIONS = ["q_proj", "k_proj", "v_proj"]

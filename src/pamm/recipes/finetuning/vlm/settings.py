@@ -3,10 +3,10 @@
 import dataclasses
 from typing import Any, ClassVar, Self
 
-from pamm.config import PammConfig, check_keys, read_mapping
+from pamm.config import PammConfig, check_keys, read_mapping, whole_number
 from pamm.errors import PammError
 from pamm.recipes.finetuning.settings import FinetuneConfig
-from pamm.recipes.settings import Arm, positive, shipped, whole_number
+from pamm.recipes.settings import Arm, positive, shipped
 
 DRAWN = "drawn"
 LORA_KEYS = ("r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "use_dora", "bias")
