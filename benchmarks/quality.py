@@ -150,11 +150,15 @@ class Training:
         self.run, self.data, self.seed = run, data, run.get("seed", 0)
         self.sequences = run.get("batch", 128)
         self.model = build(SIZES[run.get("size", "60M")], data.vocabulary, self.seed)
-        self.bytes = convert(self.model, run, self.sequences * SEQUENCE)
+        self.bytes = self.prepare()
         self._backbone: Any = self.model.model
         for layer in self._backbone.layers:
             layer.compile(dynamic=False)
         self.begin(run["steps"])
+
+    def prepare(self) -> dict[str, int]:
+        """Make of the new model what the run is about; what it would hold and holds."""
+        return convert(self.model, self.run, self.sequences * SEQUENCE)
 
     def begin(self, steps: int) -> None:
         """Plan these steps, from the first batch on."""
@@ -197,9 +201,11 @@ class Training:
             return loss_of(hidden, self.model.lm_head.weight, labels)  # type: ignore[union-attr]
 
 
-def train(run: dict[str, Any], data: Data) -> tuple[dict[str, Any], nn.Module]:
+def train(
+    run: dict[str, Any], data: Data, made: type[Training] = Training
+) -> tuple[dict[str, Any], nn.Module]:
     """One training: validation loss along the way and the time of a step; and the model."""
-    steps, training = run["steps"], Training(run, data)
+    steps, training = run["steps"], made(run, data)
     curve, history, tenths = {}, [], []
     tenth, began = max(1, steps // 10), time.perf_counter()
     then = run.get("then", {"at": math.inf})
@@ -236,25 +242,18 @@ def wait() -> None:
         torch.cuda.synchronize()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    commands = parser.add_subparsers(dest="command", required=True)
-    tokens = commands.add_parser("tokens")
-    tokens.add_argument("texts", nargs="+", type=Path)
-    tokens.add_argument("--validation", type=Path, required=True)
-    tokens.add_argument("--output", type=Path, default=Path("tokens"))
-    tokens.add_argument("--tokenizer", type=Path, help="instead of a new one")
+def add_train(commands: Any) -> None:
+    """The command that trains a study."""
     command = commands.add_parser("train")
     command.add_argument("study", type=Path)
     command.add_argument("--tokens", type=Path, default=Path("tokens"))
     command.add_argument("--results", type=Path, required=True)
     command.add_argument("--shard", default="0/1", help="take every n-th training, from the i-th")
     command.add_argument("--limit", type=float, default=math.inf, help="begin none after (seconds)")
-    options = parser.parse_args()
-    if options.command == "tokens":
-        write_tokens(options.texts, options.validation, options.output, options.tokenizer)
-        return
 
+
+def train_study(options: argparse.Namespace, made: type[Training] = Training) -> None:
+    """All trainings of a study that its results lack."""
     torch.set_float32_matmul_precision("high")
     known = options.results.read_text().splitlines() if options.results.exists() else []
     done = [json.loads(line)["run"] for line in known]
@@ -267,9 +266,25 @@ def main() -> None:
         torch._dynamo.reset()
         if DEVICE.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        record = train(run, data)[0]
+        record = train(run, data, made)[0]
         append(options.results, [{"benchmark": "quality", "run": run, **record}])
         print(f"{record['perplexity']:8.3f}  {record['step_ms']:7.2f} ms  {run}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    tokens = commands.add_parser("tokens")
+    tokens.add_argument("texts", nargs="+", type=Path)
+    tokens.add_argument("--validation", type=Path, required=True)
+    tokens.add_argument("--output", type=Path, default=Path("tokens"))
+    tokens.add_argument("--tokenizer", type=Path, help="instead of a new one")
+    add_train(commands)
+    options = parser.parse_args()
+    if options.command == "tokens":
+        write_tokens(options.texts, options.validation, options.output, options.tokenizer)
+    else:
+        train_study(options)
 
 
 if __name__ == "__main__":
