@@ -97,20 +97,27 @@ class _Function(torch.autograd.Function):
     """x W.T, exact but for dW."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, index: Tensor, is_exact: Tensor, lead: str):
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        index: Tensor,
+        is_exact: Tensor,
+        form: str,
+        settings: tuple[tuple[str, int], ...],
+    ):
         ctx.save_for_backward(x, weight, index, is_exact)
-        ctx.lead = json.loads(lead)
+        ctx.form, ctx.settings = form, settings
         return x @ weight.T
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor):
         x, weight, index, is_exact = ctx.saved_tensors
         rows, g = x.flatten(0, -2), grads[0].flatten(0, -2)
-        form, settings = FORMS[ctx.lead["form"]], ctx.lead["settings"]
         with no_autocast(g):
-            approximate = form(rows.float(), g.float(), index, **settings).T
+            approximate = FORMS[ctx.form](rows.float(), g.float(), index, **dict(ctx.settings)).T
             dw = torch.where(is_exact, (g.T @ rows).float(), approximate)
-            return grads[0] @ weight, dw.to(weight.dtype), None, None, None
+            return grads[0] @ weight, dw.to(weight.dtype), None, None, None, None
 
 
 class LeadLinear(nn.Linear):
@@ -121,7 +128,7 @@ class LeadLinear(nn.Linear):
         settings = dict(lead)
         self.share, self.every = settings.pop("share", 1 / 512), settings.pop("rotating", 0)
         settings.pop("readers", None)
-        self.lead = json.dumps({"form": settings.pop("form"), "settings": settings})
+        self.form, self.settings = settings.pop("form"), tuple(settings.items())
         self.register_buffer("turn", torch.tensor(block, device=self.weight.device))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -132,7 +139,9 @@ class LeadLinear(nn.Linear):
         is_exact = self.turn % self.every == 0 if self.every else torch.zeros_like(self.turn) > 0
         self.turn += 1
         weight = self.weight.to(torch.bfloat16)
-        return _Function.apply(x.to(torch.bfloat16), weight, index, is_exact, self.lead)
+        return _Function.apply(
+            x.to(torch.bfloat16), weight, index, is_exact, self.form, self.settings
+        )
 
 
 class Lead(Training):
