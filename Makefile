@@ -44,6 +44,7 @@ pages: $(STAMP)
 	$(BIN)/python benchmarks/race.py plot $(H200)/race-1b.jsonl docs/race-1b.png
 	$(BIN)/python benchmarks/scaling.py plot $(H200)/scaling.jsonl docs/scaling.png
 	$(BIN)/python benchmarks/quality_plot.py $(H200) docs
+	$(BIN)/python benchmarks/leads.py plot $(H200)/leads.jsonl docs/leads.png
 
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache .hypothesis dist site

@@ -166,9 +166,9 @@ def plot(results: Path, output: Path) -> None:
     }
     names = sorted(cost, key=cost.__getitem__, reverse=True)
     figure, axes = new_figure(8, 0.4 * len(names) + 1)
-    bars = axes.barh(names, [cost[name] for name in names], color=COLOURS[0])
+    bars = axes.barh(names, [cost[name] for name in names], color=COLOURS[1])
     axes.bar_label(bars, fmt="%+.1f %%", padding=3)
-    axes.margins(x=0.12)
+    axes.margins(x=0.15)
     axes.set(xlabel=f"perplexity above exact's ({exact:.2f}), %")
     axes.grid(visible=False, axis="y")
     figure.savefig(output, dpi=150)
