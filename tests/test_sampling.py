@@ -121,6 +121,15 @@ def test_all_tokens_give_the_exact_gradient() -> None:
     assert torch.equal(method.weight_grad((torch.zeros(1), x), g), g.T @ x)
 
 
+@pytest.mark.parametrize(("most", "is_exact"), [(7, False), (8, True)])
+def test_rows_no_fewer_than_tokens_give_the_exact_gradient(most: int, is_exact: bool) -> None:
+    x, g = torch.randn(16, 40), torch.randn(16, 50)
+    method = compressor(pamm.PammConfig("sampled", ratio=1 / 2, directions=most))
+    method.prepare(40, torch.device("cpu"))
+    made = method.weight_grad((*method.compress(x, Stream().draw), x), g)
+    assert torch.equal(made, g.T @ x) == is_exact
+
+
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")  # of the interpreter

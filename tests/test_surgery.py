@@ -296,13 +296,21 @@ class TestForwardsOfTheirOwn:
         assert model.layers[0].attention.q_proj.pamm_group  # type: ignore[union-attr]
 
 
-def test_parts_converted_apart_are_not_told_apart_by_name() -> None:
+def test_parts_converted_apart_are_not_watched_and_carry_what_is_theirs() -> None:
     model = nn.ModuleDict({name: Model(layers=1) for name in "ab"})
     for part in model.values():
         pamm.convert(part, pamm.PammConfig("subspace"), example=torch.zeros(2, 5, 16))
-    for look in (pamm.carried, lambda m: watch(m).__enter__()):
-        with pytest.raises(pamm.PammError, match=r"2 groups are named layers.0.*Convert the whole"):
-            look(model)
+    refused = pytest.raises(pamm.PammError, match=r"2 groups are named layers.0.*Convert the whole")
+    with refused, watch(model):
+        pass
+    model["b"](torch.randn(2, 5, 16))
+    saved = {name: tensor.clone() for name, tensor in pamm.carried(model).items()}
+    name = "layers.0.attention.{q_proj,k_proj,v_proj}"
+    assert [saved[f"{name}{number}.passes"].item() for number in ("", " 2")] == [0, 1]
+    model["b"](torch.randn(2, 5, 16))
+    pamm.restore_carried(model, saved)
+    for part, passes in (("a", 0), ("b", 1)):
+        assert pamm.carried(model[part])[f"{name}.passes"] == passes
 
 
 def test_a_block_copied_into_the_model_carries_nothing_where_nothing_is_carried() -> None:

@@ -1,11 +1,12 @@
 """What a resumed run needs to be the one that was interrupted: its draws, and what groups carry."""
 
+from collections import Counter
 from collections.abc import Mapping
 
 from torch import Tensor, nn
 
 from pamm.errors import PammError
-from pamm.nn import check_model, groups, is_trained, refuse_same_names
+from pamm.nn import check_model, groups, is_trained
 from pamm.stream import check_step
 from pamm.surgery import is_converted
 
@@ -15,7 +16,7 @@ def seek(model: nn.Module, step: int) -> None:
 
     Call it before each step and a resumed run draws what the uninterrupted one would have drawn
     (``pamm.integrations.transformers.PammCallback`` does). Without it draws follow one another
-    from the conversion on.
+    from the conversion on. Directions are another matter: :func:`carried`.
 
     Raises:
         PammError: if the model is not converted or the step is negative.
@@ -34,10 +35,8 @@ def carried(model: nn.Module) -> dict[str, Tensor]:
 
     ``"subspace"`` and ``"sampled"`` carry directions, if there are any. They are not in the
     state_dict, whose keys stay those of the exact model. ``PammCallback`` saves them beside each
-    checkpoint; :func:`restore_carried` gives them back.
-
-    Raises:
-        PammError: if two of them have one name: parts of the model were converted apart, or copied.
+    checkpoint; :func:`restore_carried` gives them back. Groups of one name (of parts that were
+    converted apart, or copied) are numbered in the order of the model's modules.
 
     Examples:
         >>> import pamm
@@ -47,13 +46,14 @@ def carried(model: nn.Module) -> dict[str, Tensor]:
         ['{query,key,value}.axes', '{query,key,value}.passes']
     """
     check_model(model)
-    found = [group for group in groups(model) if group.method.carried()]
-    refuse_same_names(found)
-    return {
-        f"{group.name}.{name}": tensor
-        for group in found
-        for name, tensor in group.method.carried().items()
-    }
+    tensors: dict[str, Tensor] = {}
+    seen: Counter[str] = Counter()
+    for group in groups(model):
+        seen[group.name] += 1
+        number = f" {seen[group.name]}" if seen[group.name] > 1 else ""
+        for name, tensor in group.method.carried().items():
+            tensors[f"{group.name}{number}.{name}"] = tensor
+    return tensors
 
 
 def restore_carried(model: nn.Module, saved: Mapping[str, Tensor]) -> None:

@@ -235,12 +235,20 @@ def test_a_resumed_run_draws_and_ends_as_the_uninterrupted_one(
         assert torch.equal(one, other)
 
 
-def test_a_resumed_run_goes_on_with_the_directions_it_had(tmp_path: Path) -> None:
-    config = pamm.PammConfig("subspace")
+@pytest.mark.parametrize(
+    "config",
+    [pamm.PammConfig("sampled", directions=64), pamm.PammConfig("subspace")],
+    ids=str,
+)
+def test_a_resumed_run_goes_on_with_the_directions_it_had(
+    tmp_path: Path, config: pamm.PammConfig
+) -> None:
     straight, resumed = llama(), llama()
     trainer(tmp_path, PammCallback(config), straight).train()
-    folder = str(tmp_path / "checkpoint-2")
-    trainer(tmp_path, PammCallback(config), resumed).train(resume_from_checkpoint=folder)
+    folder = tmp_path / "checkpoint-2"
+    trainer(tmp_path, PammCallback(config), resumed).train(resume_from_checkpoint=str(folder))
+    # Who serves a checkpoint takes all of these for weights.
+    assert [path.name for path in folder.glob("*.safetensors")] == ["model.safetensors"]
     for one, other in zip(straight.parameters(), resumed.parameters(), strict=True):
         assert torch.equal(one, other)
 

@@ -169,10 +169,11 @@ class Inspection:
 
 
 def described(config: PammConfig) -> str:
-    """A method, with its ratio if it has one."""
+    """A method, with its ratio and directions if it has them."""
     if config.is_exact:
         return config.method
-    return f"{config.method} with ratio {format_ratio(config.ratio)}"
+    directions = f" and up to {config.directions} directions" if config.directions else ""
+    return f"{config.method} with ratio {format_ratio(config.ratio)}{directions}"
 
 
 def _price(method: str) -> str:
@@ -184,7 +185,7 @@ def _price(method: str) -> str:
         )
     price = "The price is an approximate weight gradient of these layers."
     if method == "sampled":
-        return f"{price} --method recompute frees as much, with an exact one."
+        return f"{price} --method recompute frees no less, with an exact one."
     return f"{price} Where a norm makes X, --method recompute frees no less, with an exact one."
 
 

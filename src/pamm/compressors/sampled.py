@@ -44,8 +44,10 @@ class Sampled(Carrying):
         """From as many tokens as ``config`` says."""
         offset, *basis, x = state
         c = self.config.generators(len(grad))
+        # So many rows stand for X: no fewer than it has would take as long, and be less exact.
+        rows = c + (basis[0].shape[1] if basis else 0)
         with ops.no_autocast(grad):
-            if c >= len(grad):
+            if rows >= len(grad):
                 return grad.T @ x.to(grad.dtype)
             # Not in the op: torch.compile has one z for q, k and v, and takes sizes as it makes G.
             whole = sampling.whole(x, basis[0], grad) if basis else None
