@@ -45,9 +45,9 @@ class PammConfig:
             ||A_i - A~_i|| <= epsilon ||A_i||. ``None`` (or infinity) keeps every row, which the
             paper found best; 0 keeps the generators alone; 1 and above equal ``None``.
         directions: of ``"sampled"`` alone: in how many directions X enters the gradient whole,
-            never more than a quarter of the n features; none if left out. With 64 a third of the
-            tokens does for half of them (docs/quality.md). They follow X from step to step:
-            ``pamm.carried``.
+            never more than a quarter of the n features; none if left out. With 64 of them
+            half of the tokens lose half as much, and a third as much as half without, for more
+            time (docs/quality.md). They follow X from step to step: ``pamm.carried``.
         seed: of the private stream that draws generators. The global random state is never used.
         backend: ``"auto"`` (Triton's kernels on a GPU, plain PyTorch elsewhere; the environment
             variable PAMM_BACKEND may decide), ``"triton"`` or ``"torch"``.
