@@ -26,6 +26,8 @@ SHAPES = {
     "1B": (16_384, 2048, 2048),
     "1B fused": (16_384, 2048, 6144),
     "7B": (16_384, 4096, 4096),
+    "1B k, 8 heads": (16_384, 2048, 512),  # grouped queries
+    "8B k, 8 heads": (16_384, 4096, 1024),
     "350M gate": (32_768, 1024, 2736),
     "1B gate": (16_384, 2048, 5504),  # 5461 in the paper, which a compiler lays in such rows
     "7B gate": (16_384, 4096, 11_008),
@@ -74,7 +76,7 @@ def main() -> None:
     device = torch.device("cuda")
     about = environment(device)
     print(f"{about['device']}, torch {about['torch']}, triton {about['triton']}")
-    print(" ".join(f"{title:>11}" for title in (*TITLES, "sum / exact")))
+    print(" ".join(f"{title:>13}" for title in (*TITLES, "sum / exact")))
     for name, (tokens, n, m) in SHAPES.items():
         x = torch.randn(tokens, n, device=device, dtype=torch.bfloat16)
         uneven = torch.randn(tokens, 1, device=device).square()
@@ -84,7 +86,7 @@ def main() -> None:
             made = parts(x, g, k, ratio)
             numbers = [f"{number:.1f}" for number in (*made, exact)]
             row = (name, str(k), str(ratio), *numbers, f"{made[-1] / exact:.3f}")
-            print(" ".join(f"{cell:>11}" for cell in row), flush=True)
+            print(" ".join(f"{cell:>13}" for cell in row), flush=True)
 
 
 if __name__ == "__main__":
