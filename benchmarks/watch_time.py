@@ -37,15 +37,16 @@ def measure(size: str, config: pamm.PammConfig, device: torch.device) -> list[Re
         seen.metrics()
         mark("metrics")
 
+    repeats = 3 if size == "tiny" else REPEATS
     arms = {"plain": step, "watched": watched}
     memory = {name: dict(peaks(arm, device)) for name, arm in arms.items()}
-    medians = interleave(arms, device, REPEATS, warmup=1)
+    medians = interleave(arms, device, repeats, warmup=1)
     return [
         {
             "benchmark": "watch", "model": size, "tokens": shape.tokens, "method": config.method,
             "ratio": config.ratio, "arm": name,
             **{f"{phase}_ms": value for phase, value in medians[name].items()},
-            **memory[name], "repeats": REPEATS, **environment(device),
+            **memory[name], "repeats": repeats, **environment(device),
         }
         for name in arms
     ]  # fmt: skip
