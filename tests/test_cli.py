@@ -1,5 +1,7 @@
 """Bad input through the command line: one message, exit code 2, no traceback, nothing changed."""
 
+import itertools
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -211,3 +213,36 @@ def test_a_missing_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.M
     result = call("pretrain", "--config", write(tmp_path), "--output", tmp_path / "runs")
     check_refused(result, "this needs tokenizers", 'pip install "pamm-torch[train]"')
     assert not (tmp_path / "runs").exists()
+
+
+def test_paragraphs_of_help_are_as_wide_as_the_terminal() -> None:
+    for command in (["pretrain"], ["plan"], ["bench", "model"], ["finetune", "glue"]):
+        said = call(*command, "--help").output
+        lines = [line.strip() for line in said.split("╭")[0].splitlines()]
+        example = lines.index("name: first") if "name: first" in lines else len(lines)
+        for line, following in itertools.pairwise(lines[:example]):
+            # Where a line ends, the first word of the next one has no room.
+            fits = following and len(f"{line} {following.split()[0]}") <= 76
+            assert not (line and fits), (line, following)
+    assert "\n arms:\n   exact: {method: exact}" in re.sub(
+        " +\n", "\n", call("pretrain", "--help").output
+    )
+
+
+@pytest.mark.parametrize(
+    ("command", "place", "notice"),
+    [
+        (["ablate", "study.yaml"], "pamm.recipes.studies.study.Study.load", "goes on from here"),
+        (["inspect", "llama"], "pamm.analysis.inspect.inspect", "stopped\n"),
+    ],
+)
+def test_what_was_stopped_goes_on_where_it_can(
+    command: list[str], place: str, notice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(place, stop)
+    result = call(*command)
+    assert result.exit_code == 130
+    assert result.stderr.endswith(f"{notice}\n" if notice[-1] != "\n" else notice)

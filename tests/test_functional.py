@@ -368,6 +368,22 @@ def test_linear_refuses_a_method_by_its_name_and_no_stream(trained: bool) -> Non
         linear(x, weight, config=PammConfig(), stream=Stream())
 
 
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize(
+    ("x", "got"),
+    [
+        ([[1.0] * 4], "got list"),
+        (torch.tensor(1.0), r"got torch.float32 of shape \(\)"),
+        (torch.ones(3, 4, dtype=torch.int64), "got torch.int64"),
+        (torch.ones(3, 5), r"got torch.float32 of shape \(3, 5\)"),
+    ],
+)
+def test_linear_refuses_what_is_no_rows_of_its_width(x: object, got: str, trained: bool) -> None:
+    linear, weight = inspect.unwrap(pamm.linear), torch.randn(2, 4, requires_grad=trained)
+    with pytest.raises(PammError, match=f"rows of 4 features, as weight has; {got}"):
+        linear(x, weight, config=COARSE, stream=Stream())
+
+
 @pytest.mark.parametrize("duplicates", [False, True])
 def test_tolerance_zero_is_uniform_crs(duplicates: bool) -> None:
     """The same draw gives the same weight gradient, up to rounding."""

@@ -183,3 +183,20 @@ def test_a_copy_and_a_pickle_skip_their_own_padding() -> None:
 def test_a_model_that_is_not_converted_is_refused() -> None:
     with pytest.raises(PammError, match=r"call pamm\.convert"):
         skip_padding(Block())
+
+
+def test_the_mask_of_an_encoder_is_not_the_decoders() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BartConfig(
+        vocab_size=32, d_model=16, max_position_embeddings=16,
+        encoder_layers=1, encoder_attention_heads=2, encoder_ffn_dim=32,
+        decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=32,
+    )  # fmt: skip
+    model = transformers.BartForConditionalGeneration(config)
+    pamm.convert(model, pamm.PammConfig("pamm", 1 / 4))
+    skip_padding(model)
+    ids = torch.randint(3, 32, (2, 8))  # as many tokens on either side
+    model(input_ids=ids, attention_mask=(torch.arange(8) < 4).expand(2, 8), decoder_input_ids=ids)
+    masked = {group.name: group.stream.valid is not None for group in groups(model)}
+    assert len(masked) > 1
+    assert masked == {name: ".encoder." in name for name in masked}

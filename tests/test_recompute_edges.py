@@ -496,3 +496,25 @@ def test_in_a_checkpointed_part_no_cast_of_a_weight_is_kept(method: str) -> None
         y.float().square().sum().backward()
     assert_same_gradients(models)
     assert kept[1] < kept[0] + 64 * 64 * 2
+
+
+class Queries(Projections):
+    """Learned queries, which the norm reads as they are."""
+
+    def __init__(self, norm: nn.Module, n: int = 8) -> None:
+        super().__init__(norm, n)
+        del self.before
+        self.queries = nn.Parameter(torch.randn(5, n))
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.attention(self.norm(self.queries)) * h.mean()
+
+
+@METHODS
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm, Steps])
+def test_a_norm_of_a_parameter_is_made_again(norm: Callable[[int], nn.Module], method: str) -> None:
+    x = torch.randn(2, 5, 8)
+    models = twins(Queries(norm(8)), x, method)
+    for model in models:
+        model(x).square().sum().backward()
+    assert_same_gradients(models)

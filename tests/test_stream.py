@@ -3,11 +3,15 @@
 import collections
 import math
 import random
+from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from pamm import PammError, Stream
+from pamm.stream import check_step
 from tests.tolerances import SMALLEST_P
 
 CPU = torch.device("cpu")
@@ -106,3 +110,32 @@ def test_seek_makes_the_draw_a_function_of_the_step() -> None:
     resumed.seek(3)
     for expected in history[3]:
         assert torch.equal(resumed.draw(500, 5, CPU), expected)
+
+
+@pytest.mark.parametrize(
+    "step", [np.int32(5), np.uint8(5), torch.tensor(5, dtype=torch.int32)], ids=repr
+)
+def test_a_step_may_be_any_integer(step: Any) -> None:
+    stream = Stream()
+    stream.seek(check_step(step))
+    assert stream.position == 5 << 32
+
+
+@pytest.mark.parametrize("step", [True, 2.5, torch.tensor(2.5), np.int32(-1), "2"], ids=repr)
+def test_what_is_no_step_is_refused(step: Any) -> None:
+    with pytest.raises(PammError, match="give the number of the training step"):
+        check_step(step)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: Stream(seed=-1), "seed is -1; give a whole number"),
+        (lambda: Stream(backend="Torch"), "backend is 'Torch'; choose one of auto, triton, torch"),
+        (lambda: Stream().draw(8, 9, CPU), "k is 9, of 8 rows; draw 0 or more"),
+        (lambda: Stream().draw(8, -1, CPU), "k is -1, of 8 rows; draw 0 or more"),
+    ],
+)
+def test_a_stream_says_what_it_takes(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(PammError, match=message):
+        call()

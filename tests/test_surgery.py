@@ -14,6 +14,7 @@ import pamm
 from pamm.fidelity import watch
 from pamm.groups import TARGETS
 from pamm.padding import skip_padding
+from pamm.report import ConvertedGroup, Report
 from tests.helpers import Attention, Model, pamm_layers
 
 SIBLINGS = TARGETS["attention"]
@@ -294,6 +295,19 @@ class TestForwardsOfTheirOwn:
         with pytest.raises(pamm.PammError, match=r"k_proj was given a forward.*before pamm.revert"):
             pamm.revert(model)
         assert model.layers[0].attention.q_proj.pamm_group  # type: ignore[union-attr]
+
+
+def test_groups_that_keep_unlike_copies_have_lines_of_their_own() -> None:
+    copies = [(torch.bfloat16,), (torch.float32,) * 3, (torch.bfloat16,)]
+    alike = {"layers": ("q",), "in_features": 8, "out_features": (8,), "dtype": torch.bfloat16}
+    config = pamm.PammConfig("pamm")
+    groups = [
+        ConvertedGroup(f"blocks.{number}.q", copies=each, config=config, **alike)  # type: ignore[arg-type]
+        for number, each in enumerate(copies)
+    ]
+    table = Report(config, tuple(groups), ()).table(tokens=1024)
+    exact = [line.split("│")[4].strip() for line in table.splitlines() if "blocks" in line]
+    assert exact == ["32.00 KiB", "96.00 KiB"]  # of two groups, and of one
 
 
 def test_parts_converted_apart_are_not_watched_and_carry_what_is_theirs() -> None:

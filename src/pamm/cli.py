@@ -14,9 +14,22 @@ from pamm.recipes.console import show_error
 from pamm.recipes.finetuning import command as finetune
 from pamm.recipes.finetuning.command import Output, Workers
 
+_TRAINING = {"demo", "pretrain", "ablate", "finetune"}
+"""Commands that go on where they were stopped."""
+
 
 class _Group(TyperGroup):
     """Turns what users can meet into a message and an exit code; for all commands below it."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """With paragraphs of its help as wide as the terminal, not as the source."""
+        command = super().get_command(ctx, cmd_name)
+        if command is not None and command.help:
+            paragraphs = command.help.split("\n\n")
+            command.help = "\n\n".join(
+                each if each.startswith("\b") else " ".join(each.split()) for each in paragraphs
+            )
+        return command
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -28,7 +41,10 @@ class _Group(TyperGroup):
             show_error(error)
             raise typer.Exit(error.exit_code) from error
         except KeyboardInterrupt as error:
-            notice = "stopped; the same command goes on from here"
+            is_training = not _TRAINING.isdisjoint(
+                [*ctx.command_path.split(), ctx.invoked_subcommand]
+            )
+            notice = "stopped" + "; the same command goes on from here" * is_training
             Console(stderr=True).print(notice, style="yellow")
             raise typer.Exit(130) from error
 
@@ -108,7 +124,8 @@ Dtype = Annotated[
     str, typer.Option(help="bf16, fp32, or bf16-amp and fp16-amp: fp32 weights under autocast.")
 ]
 Targets = Annotated[
-    list[str], typer.Option("--target", help="attention (q, k, v) or mlp (gate, up); repeat it.")
+    list[str],
+    typer.Option("--target", help="attention (q, k, v) or mlp (gate, up); repeat for both."),
 ]
 Widen = Annotated[
     bool, typer.Option("--widen", help="Convert all linear layers that read X, an MLP's too.")
@@ -129,6 +146,13 @@ Ratio = Annotated[
         show_default=False,
     ),
 ]
+Directions = Annotated[
+    int | None,
+    typer.Option(
+        help="Of sampled: directions of X that enter the gradient whole; none if left out.",
+        show_default=False,
+    ),
+]
 
 
 @app.command()
@@ -139,6 +163,7 @@ def inspect(
     dtype: Dtype = "bf16",
     method: Method = None,
     ratio: Ratio = None,
+    directions: Directions = None,
     target: Targets = ["attention"],  # noqa: B006
     widen: Widen = False,
 ) -> None:
@@ -150,7 +175,7 @@ def inspect(
     from pamm.analysis.inspect import inspect
     from pamm.config import PammConfig
 
-    config = PammConfig(method, ratio)  # type: ignore[arg-type]
+    config = PammConfig(method, ratio, directions=directions)  # type: ignore[arg-type]
     with Console(stderr=True).status("a training step without weights, in several settings"):
         found = inspect(
             model,
@@ -172,8 +197,10 @@ def plan(
     dtype: Dtype = "bf16",
     method: Method = None,
     ratio: Ratio = None,
+    directions: Directions = None,
     memory: Annotated[
-        str | None, typer.Option(help="Of the device, such as 24GB: finds the largest batch.")
+        str | None,
+        typer.Option(help="Of the device, such as 24GB; the largest batch that fits is found."),
     ] = None,
     checkpointing: Annotated[
         bool, typer.Option("--checkpointing", help="With full activation checkpointing.")
@@ -190,7 +217,7 @@ def plan(
     from pamm.analysis.plan import plan
     from pamm.config import PammConfig
 
-    config = PammConfig(method, ratio)  # type: ignore[arg-type]
+    config = PammConfig(method, ratio, directions=directions)  # type: ignore[arg-type]
     with Console(stderr=True).status("a training step without weights, for several batches"):
         found = plan(
             model,
@@ -261,12 +288,14 @@ def analyze(
     tokenizer: Annotated[
         str | None, typer.Option(help="File or name; else the run's.", show_default=False)
     ] = None,
-    tokens: Annotated[int, typer.Option(help="How many to look at.", min=512)] = 8192,
+    tokens: Annotated[int, typer.Option(help="Number of tokens to analyze.", min=512)] = 8192,
     layer: Annotated[
         list[int] | None,
         typer.Option(help="Number of a block; else first, middle, last.", show_default=False),
     ] = None,
-    draws: Annotated[int, typer.Option(help="Of generators, for each error.", min=2)] = 8,
+    draws: Annotated[
+        int, typer.Option(help="Random draws that each error is the mean of.", min=2)
+    ] = 8,
 ) -> None:
     """What compression does to a trained model's inputs: error, coverage, PCA, theory.
 

@@ -44,10 +44,11 @@ class PammConfig:
         tolerance: epsilon of the paper's eq. 3, relative to a row's norm: a row is kept if
             ||A_i - A~_i|| <= epsilon ||A_i||. ``None`` (or infinity) keeps every row, which the
             paper found best; 0 keeps the generators alone; 1 and above equal ``None``.
-        directions: of ``"sampled"`` alone: in how many directions X enters the gradient whole,
-            never more than a quarter of the n features; none if left out. With 64 of them
-            half of the tokens lose half as much, and a third as much as half without, for more
-            time (docs/quality.md). They follow X from step to step: ``pamm.carried``.
+        directions: of ``"sampled"`` alone: the number of directions of X whose part of the
+            gradient is taken from all tokens; at most a quarter of the n features, none if left
+            out. With 64 of them half of the tokens lose half as much, and a third as much as half
+            without, for more time (docs/quality.md). They follow X from step to step:
+            ``pamm.carried``.
         seed: of the private stream that draws generators. The global random state is never used.
         backend: ``"auto"`` (Triton's kernels on a GPU, plain PyTorch elsewhere; the environment
             variable PAMM_BACKEND may decide), ``"triton"`` or ``"torch"``.
@@ -89,8 +90,7 @@ class PammConfig:
                 f"with {self.method!r}."
             )
         object.__setattr__(self, "directions", self._directions())
-        if self.backend not in BACKENDS:
-            raise PammError(f"backend is {self.backend!r}; choose one of {', '.join(BACKENDS)}.")
+        check_backend(self.backend)
         if ratio is not None and self.is_exact:
             raise PammError(
                 f"ratio is {ratio:g}, which exact methods do not have; leave it out with "
@@ -157,7 +157,10 @@ class PammConfig:
             if _suffix(path) == "json"
             else yaml.safe_dump(self.to_dict(), sort_keys=False)
         )
-        path.write_text(text, encoding="utf-8")
+        try:
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise PammError(f"cannot write {path}: {error.strerror}.") from error
 
     @classmethod
     def load(cls, path: str | Path) -> PammConfig:
@@ -198,6 +201,12 @@ def whole_number(name: str, value: object, least: int) -> None:
     """Raise unless ``value`` is a whole number, ``least`` or above."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise PammError(f"{name} is {value!r}; give a whole number, {least} or above.")
+
+
+def check_backend(value: object) -> None:
+    """Raise unless it is one of ``BACKENDS``."""
+    if value not in BACKENDS:
+        raise PammError(f"backend is {value!r}; choose one of {', '.join(BACKENDS)}.")
 
 
 def check_keys(values: dict[str, Any], allowed: list[str], where: str) -> None:

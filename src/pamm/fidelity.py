@@ -32,7 +32,7 @@ class Watched:
         tokens that the tolerance dropped, in all groups. For each chosen layer ``cosine/LAYER`` and
         ``relative_error/LAYER`` of its weight gradient against the exact one of the same pass:
         <a, e> / (||a|| ||e||) and ||a - e|| / ||e||; and ``lost/LAYER``, the part of the exact
-        gradient that does not arrive: 1 - <a, e> / ||e||^2, which is nothing on the mean over steps
+        gradient that does not arrive: 1 - <a, e> / ||e||^2, which averages to zero over steps
         for a method without bias, however large its error is. The same for each chosen group, the
         gradients of its layers taken as one vector.
         """

@@ -108,7 +108,7 @@ def linear(
 
     y, dx and dbias are exact, bit for bit those of ``F.linear``. Saves W and the state of
     ``config.method``, not x. Follows autocast. Where W needs no gradient, or gradients are off, it
-    is plain ``F.linear``: nothing is drawn and nothing is saved. Twice differentiable it is not.
+    is plain ``F.linear``: nothing is drawn and nothing is saved. Double backward is not supported.
 
     Args:
         x: input of any rank from 1.
@@ -118,7 +118,8 @@ def linear(
         stream: draws the generators; keep one for the whole training run.
 
     Raises:
-        PammError: if config or stream is none, or for a method that needs the module that makes x.
+        PammError: if config or stream is none, for a method that needs the module that makes x, or
+            for an x that has no rows of as many floating-point numbers as W has columns.
 
     Examples:
         >>> x, weight = torch.randn(2, 128, 64), torch.randn(32, 64, requires_grad=True)
@@ -133,6 +134,12 @@ def linear(
         raise PammError(
             f"method {config.method!r} {_MODULES_ALONE[config.method]}, which a function cannot. "
             "Convert a model that holds the layer with pamm.convert."
+        )
+    is_tensor = isinstance(x, Tensor) and x.is_floating_point() and x.ndim > 0
+    if not is_tensor or x.shape[-1] != weight.shape[-1]:
+        raise PammError(
+            f"linear takes floating-point rows of {weight.shape[-1]} features, as weight has; got "
+            f"{_kind(x)}."
         )
     if not (weight.requires_grad and torch.is_grad_enabled()):
         return F.linear(x, weight, bias)

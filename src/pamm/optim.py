@@ -19,8 +19,9 @@ def param_groups(
 
     The paper pre-trains with ``lr_factor=0.25`` and fine-tunes with 2 or 4; 1 treats all alike.
     Vectors (biases, norm scales) are not decayed, matrices are. Biases of converted layers have
-    exact gradients and keep ``lr``, and so do weights of method ``"recompute"``. Schedulers that
-    scale every group keep the factor.
+    exact gradients and keep ``lr``, and so do weights of method ``"recompute"``; those of
+    ``"exact"``, the control in comparisons, are reduced. Schedulers that scale every group keep the
+    factor.
 
     Args:
         model: converted or not; an unconverted one has no reduced group.

@@ -17,13 +17,14 @@ def skip_padding(model: nn.Module, argument: str = "attention_mask") -> Callable
 
     The gradient of a padded row is zero where the loss does not read it, so a generator that is
     one is lost; with k = 1 it can be the only one. k stays what the ratio says of all rows.
-    Where a group has other rows than the mask (a vision tower), it draws as before. So does every
+    Where a group has other rows than the mask (a vision tower), it draws as before; so does the
+    decoder where there is an encoder, for the mask is of the encoder's tokens; and so does every
     other method than PAMM's without a tolerance: ``uniform_crs`` and a tolerance below 1 scale the
     gradient by all rows, and are unbiased only if they draw among all; the other methods draw no
     rows to keep. For eager models: the mask lies outside a compiled graph.
 
     Args:
-        model: converted; call this after ``convert``.
+        model: converted; call this after ``convert``, and again after another one.
         argument: of the model's forward, given by name: (batch, tokens), 0 at padding. Passes
             without it, or with a mask of another rank, draw from all rows.
 
@@ -43,7 +44,12 @@ def skip_padding(model: nn.Module, argument: str = "attention_mask") -> Callable
     check_model(model)
     if not is_converted(model):
         raise PammError("this model has no PAMM layers; call pamm.convert(model) first.")
-    streams = [group.stream for group in groups(model) if _keeps_every_row(group.method)]
+    others = _decoder(model)
+    streams = [
+        group.stream
+        for group in groups(model)
+        if _keeps_every_row(group.method) and others.isdisjoint(group.layers)
+    ]
     handle = model.register_forward_pre_hook(_Mask(argument, streams), with_kwargs=True)
 
     def stop() -> None:
@@ -68,6 +74,13 @@ class _Mask:
         # It stays until the next pass, for blocks that are computed again in backward.
         for stream in self._streams:
             stream.valid = rows
+
+
+def _decoder(model: nn.Module) -> set[nn.Module]:
+    """All modules of the decoder where there is an encoder, too."""
+    if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return set()
+    return set(model.get_decoder().modules())  # type: ignore[operator]
 
 
 def _keeps_every_row(method: Compressor) -> bool:

@@ -84,6 +84,7 @@ class Recomputation:
     def __init__(self, function: Callable[[Tensor], Tensor], module: nn.Module) -> None:
         self._function, self._module = function, module
         self._kept = [Kept.of(weight) for weight in module.parameters()]
+        self._weights = {id(kept.tensor) for kept in self._kept}
         self._count = 0
         self._saved: dict[int, Tensor] = {}
         self._again: Tensor | None = None
@@ -128,7 +129,7 @@ class Recomputation:
         return self._saved.pop(number)
 
     def _pack(self, tensor: Tensor) -> "Packed | Kept":
-        if isinstance(tensor, nn.Parameter):
+        if id(tensor) in self._weights:
             return Kept.of(tensor)
         self._count += 1
         return self, self._count - 1
@@ -144,7 +145,7 @@ class Recomputation:
         saved: list[Tensor] = []
 
         def collect(tensor: Tensor) -> Tensor:
-            if not isinstance(tensor, nn.Parameter):
+            if id(tensor) not in self._weights:
                 saved.append(tensor.detach())
             # Not the tensor itself: a graph that keeps its own output is never freed.
             return tensor.detach()

@@ -140,7 +140,13 @@ class Report:
     def _alike(self) -> list[list[ConvertedGroup]]:
         lines: dict[object, list[ConvertedGroup]] = {}
         for group in self.converted:
-            key = (pattern(group.name), group.in_features, group.out_features, group.dtype)
+            key = (
+                pattern(group.name),
+                group.in_features,
+                group.out_features,
+                group.dtype,
+                group.copies,
+            )
             lines.setdefault(key, []).append(group)
         return list(lines.values())
 

@@ -16,18 +16,18 @@ def seek(model: nn.Module, step: int) -> None:
 
     Call it before each step and a resumed run draws what the uninterrupted one would have drawn
     (``pamm.integrations.transformers.PammCallback`` does). Without it draws follow one another
-    from the conversion on. Directions are another matter: :func:`carried`.
+    from the conversion on. Directions it does not restore: :func:`restore_carried` does.
 
     Raises:
         PammError: if the model is not converted or the step is negative.
     """
     check_model(model)
-    check_step(step)
+    number = check_step(step)
     found = groups(model)
     if not (any(is_trained(group.layers) for group in found) or is_converted(model)):
         raise PammError("this model has no PAMM layers; call pamm.convert(model) first.")
     for group in found:
-        group.stream.seek(step)
+        group.stream.seek(number)
 
 
 def carried(model: nn.Module) -> dict[str, Tensor]:

@@ -1,14 +1,16 @@
 """The private random stream: which rows become generators, without torch's global random state."""
 
+import operator
 import zlib
 from collections.abc import Callable
-from typing import SupportsIndex
+from typing import Any
 
 import torch
 from jaxtyping import Int64
 from torch import Tensor
 
 from pamm import ops
+from pamm.config import check_backend, whole_number
 from pamm.errors import PammError
 
 Draw = Callable[[int, int, torch.device], Tensor]
@@ -30,6 +32,9 @@ class Stream:
         backend: as in ``PammConfig``; all backends give the same draws.
         device: where it will draw; it moves if asked to draw elsewhere.
 
+    Raises:
+        PammError: for a seed or a backend that a ``PammConfig`` would refuse.
+
     Examples:
         >>> Stream(seed=1).draw(tokens=8, k=3, device=torch.device("cpu")).shape
         torch.Size([3])
@@ -42,6 +47,8 @@ class Stream:
         backend: str = "auto",
         device: torch.device | None = None,
     ) -> None:
+        whole_number("seed", seed, least=0)
+        check_backend(backend)
         key = zlib.crc32(f"{seed} {name}".encode()), zlib.crc32(f"{name} {seed}".encode())
         # The position, and two words of a key.
         self._state = torch.tensor([0, *key], device="cpu" if _is_nowhere(device) else device)
@@ -58,7 +65,7 @@ class Stream:
         """The next k row numbers, uniform without replacement.
 
         Raises:
-            PammError: if there are fewer than k.
+            PammError: if there are fewer than k, or k is negative.
         """
         self.move(device)
         if torch.compiler.is_compiling():  # the compiler writes the addition into the graph
@@ -75,8 +82,8 @@ class Stream:
 
     def _count(self, tokens: int, k: int) -> int:
         """How many rows to draw: all of them where only some may be taken."""
-        if not torch.compiler.is_compiling() and k > tokens:
-            raise PammError(f"k is {k}, of {tokens} rows; draw at most as many as there are.")
+        if not torch.compiler.is_compiling() and not 0 <= k <= tokens:
+            raise PammError(f"k is {k}, of {tokens} rows; draw 0 or more, and at most all of them.")
         return k if self.valid is None or len(self.valid) != tokens else tokens
 
     def _first(self, rows: Tensor, k: int) -> Tensor:
@@ -92,8 +99,7 @@ class Stream:
 
     def seek(self, step: int) -> None:
         """Go to the first draw of training step ``step``; each step has room for 2^32 draws."""
-        check_step(step)
-        self._state[0].fill_(step << 32)
+        self._state[0].fill_(check_step(step) << 32)
 
     def move(self, device: torch.device) -> None:
         """Draw on this device from now on."""
@@ -101,12 +107,17 @@ class Stream:
             self._state = self._state.to(device)
 
 
-def check_step(step: object) -> None:
-    """Refuse what is no number of a step."""
-    if not isinstance(step, SupportsIndex) or int(step) < 0:
+def check_step(step: Any) -> int:
+    """The number of a step, of any integer type; an error if it is none."""
+    try:
+        number = -1 if isinstance(step, bool) else operator.index(step)
+    except TypeError:
+        number = -1
+    if number < 0:
         raise PammError(
             f"step is {step!r}; give the number of the training step, a whole number, 0 or above."
         )
+    return number
 
 
 def _is_nowhere(device: torch.device | None) -> bool:

@@ -1,1 +1,1 @@
-"""Other libraries, one file each; only these files import them."""
+"""Trainers and adapters of other libraries, one file each."""

@@ -109,7 +109,7 @@ class PammCallback(lightning.Callback):
         pl_module: lightning.LightningModule,
         checkpoint: dict[str, Any],
     ) -> None:
-        """Give it back."""
+        """Give groups back what they carried, if the checkpoint has it."""
         if not carried(pl_module):
             return
         if CARRIED in checkpoint:

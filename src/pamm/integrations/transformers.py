@@ -134,7 +134,7 @@ class PammCallback(TrainerCallback):
         control: TrainerControl,
         **kwargs: Any,
     ) -> None:
-        """Write the side file beside a checkpoint."""
+        """Write the side file, and what each rank's groups carry, beside a checkpoint."""
         folder = Path(args.output_dir or "") / f"checkpoint-{state.global_step}"
         if state.is_world_process_zero and folder.is_dir():
             self.write_side_file(folder)
@@ -194,7 +194,7 @@ class PammCallback(TrainerCallback):
         tag = getattr(model, "add_model_tags", None)
         if tag is not None:
             tag(["pamm"])
-        if self.report is not None and state.is_world_process_zero:
+        if is_new and state.is_world_process_zero:
             _log.info("%s", self.report)
 
     def _check(self, model: nn.Module) -> None:
