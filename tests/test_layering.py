@@ -1,4 +1,4 @@
-"""The import law: each file imports only from its own layer and those above it, and heavy packages stay out."""
+"""The import law: a file imports only from its layer and those above; heavy packages stay out."""
 
 import ast
 import subprocess

@@ -6,7 +6,8 @@
 
 The keys are the fields of ``PammConfig``. For torchtitan 0.3, whose overrides replace parts of the
 configuration before the model is built. Checkpoints and optimizers are those of the exact model.
-FSDP, pipelines and torch.compile work as before; tensor parallelism, fp8 and LoRA are refused. A run that resumes draws its rows from the first ones again.
+FSDP, pipelines and torch.compile work as before; tensor parallelism, fp8 and LoRA are refused. A
+run that resumes draws its rows from the first ones again.
 """
 
 import itertools
