@@ -97,8 +97,7 @@ def convert(
         )
     refuse_bypasses(model)
     found, report = _survey(model, config, include, exclude, targets, widen, example)
-    if not found:
-        raise NothingToConvertError(_nothing(model, targets, report))
+    refuse_nothing(model, targets, report)
     _revert_wrapped(model)
     for group in found:
         _convert(model, group, config)
@@ -121,6 +120,12 @@ def survey(
     """
     config, targets = _config(config), target_names(targets)
     return _survey(model, config, None, None, targets, widen, None)[1]
+
+
+def refuse_nothing(model: nn.Module, targets: str | Iterable[str], report: Report) -> None:
+    """Raise unless a group is converted; says what was looked for."""
+    if not report.converted:
+        raise NothingToConvertError(_nothing(model, target_names(targets), report))
 
 
 def _survey(

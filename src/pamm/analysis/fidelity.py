@@ -7,14 +7,12 @@ import torch
 from jaxtyping import Float, Integer
 from torch import Tensor, nn
 
-import pamm
 from pamm.compressors import compressor
 from pamm.config import PammConfig
 from pamm.errors import PammError
-from pamm.recompute import group_layers
+from pamm.functional import compress
 from pamm.stream import Stream
-from pamm.surgery import is_converted
-from pamm.types import Compressed
+from pamm.surgery import is_converted, refuse_nothing, survey
 
 
 class Recorded(NamedTuple):
@@ -34,17 +32,16 @@ class Error(NamedTuple):
 
 
 def find_groups(model: nn.Module) -> dict[str, list[str]]:
-    """Names of the layers of every group that ``pamm.convert`` finds; leaves the model as it is.
+    """Names of the layers of every group that ``pamm.convert`` finds.
 
     Raises:
         PammError: if the model is converted already, or has no such group.
     """
     if is_converted(model):
         raise PammError("the model is converted; call pamm.revert first.")
-    pamm.convert(model, PammConfig(method="exact"))
-    layers = group_layers(model)
-    pamm.revert(model)
-    return layers
+    report = survey(model, PammConfig("exact"))
+    refuse_nothing(model, "attention", report)
+    return {group.name: list(group.layers) for group in report.converted}
 
 
 def record(
@@ -157,7 +154,7 @@ class Projection(NamedTuple):
 @torch.no_grad()
 def principal_plane(x: Float[Tensor, "tokens n"], config: PammConfig) -> Projection:
     """PCA of X, and PAMM's A~ in the same plane."""
-    compressed: Compressed = pamm.compress(x, config)
+    compressed = compress(x, config)
     mean = x.mean(0)
     values, vectors = torch.linalg.eigh(torch.cov(x.T.double()))
     plane = vectors[:, -2:].flip(1).to(x.dtype)

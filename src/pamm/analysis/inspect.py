@@ -14,7 +14,7 @@ from pamm.config import PammConfig, whole_number
 from pamm.integrations.lora import add_lora
 from pamm.nn import is_conv1d
 from pamm.report import ConvertedGroup, Report, SkippedGroup
-from pamm.surgery import convert, survey
+from pamm.surgery import refuse_nothing, survey
 
 NAMES = {
     "bf16": "bf16 weights",
@@ -111,8 +111,8 @@ def find(
         NothingToConvertError: if the model has no layers with such names.
     """
     report = survey(model, config, targets=targets, widen=widen)
-    if not (report.converted or report.skipped):
-        convert(model, config, targets=targets)  # says what was looked for
+    if not report.skipped:
+        refuse_nothing(model, targets, report)
     return report
 
 
