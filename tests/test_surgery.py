@@ -13,6 +13,7 @@ from torch.nn.utils import parametrize
 import pamm
 from pamm.fidelity import watch
 from pamm.groups import TARGETS
+from pamm.nn import groups
 from pamm.padding import skip_padding
 from pamm.report import ConvertedGroup, Report
 from tests.helpers import Attention, Model, pamm_layers
@@ -295,6 +296,24 @@ class TestForwardsOfTheirOwn:
         with pytest.raises(pamm.PammError, match=r"k_proj was given a forward.*before pamm.revert"):
             pamm.revert(model)
         assert model.layers[0].attention.q_proj.pamm_group  # type: ignore[union-attr]
+
+
+def test_a_model_that_is_compiled_before_has_the_same_names_and_draws() -> None:
+    plain, compiled = Model(layers=2), torch.compile(Model(layers=2), backend="eager")
+    for model in (plain, compiled):
+        pamm.convert(model, CONFIG, include="layers.1.*")
+    (one,), (other,) = groups(plain), groups(compiled)
+    assert one.name == other.name == "layers.1.attention.{q_proj,k_proj,v_proj}"
+    cpu = torch.device("cpu")
+    assert torch.equal(one.stream.draw(64, 8, cpu), other.stream.draw(64, 8, cpu))
+
+
+@pytest.mark.parametrize("method", ["pamm", "subspace"])
+def test_a_model_converted_in_inference_mode_can_be_trained(method: str) -> None:
+    model = Model(layers=1)
+    with torch.inference_mode():
+        pamm.convert(model, pamm.PammConfig(method))
+    model(torch.randn(2, 5, 16)).sum().backward()
 
 
 def test_groups_that_keep_unlike_copies_have_lines_of_their_own() -> None:

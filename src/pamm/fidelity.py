@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from pamm import ops
 from pamm.compressors import Compressor, Recompute, State
 from pamm.errors import PammError
-from pamm.naming import patterns, selected
+from pamm.naming import bare, patterns, selected
 from pamm.nn import Pamm, check_model, groups, is_pamm, refuse_same_names
 from pamm.sharing import Group
 from pamm.stream import Draw
@@ -148,7 +148,7 @@ def _picked(
 
 def _bare(name: str) -> str:
     """The name in the model as it was converted, without what wrappers put into it."""
-    return name.replace("_checkpoint_wrapped_module.", "").removeprefix("module.")
+    return bare(name).replace("_checkpoint_wrapped_module.", "").removeprefix("module.")
 
 
 class StandIn:

@@ -13,7 +13,7 @@ from torch import nn
 
 from pamm.adapters import keeping, obstacle
 from pamm.errors import PammError
-from pamm.naming import group_name
+from pamm.naming import bare, group_name
 from pamm.nn import is_linear, is_pamm
 from pamm.probe import Input
 
@@ -103,7 +103,7 @@ class Found:
     @property
     def name(self) -> str:
         """One name for all layers."""
-        return group_name(self.layers)
+        return group_name(map(bare, self.layers))
 
 
 def candidates(model: nn.Module, targets: Iterable[str]) -> Iterator[dict[str, nn.Module]]:

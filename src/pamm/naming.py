@@ -13,6 +13,11 @@ Selector = str | Iterable[str] | Callable[[str], bool] | None
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
+def bare(name: str) -> str:
+    """The name without what ``torch.compile`` of the model, or of a block, puts into it."""
+    return name.replace("_orig_mod.", "")
+
+
 def group_name(layers: Iterable[str]) -> str:
     """One name for layers that read one input.
 
@@ -63,6 +68,7 @@ def selector(argument: str, given: Selector) -> Selector:
 
 def selected(name: str, include: Selector, exclude: Selector) -> bool:
     """Whether a layer of this name is in ``include``, if there is one, and not in ``exclude``."""
+    name = bare(name)
     return (include is None or _matches(name, include)) and not (
         exclude is not None and _matches(name, exclude)
     )

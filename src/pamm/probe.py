@@ -56,8 +56,8 @@ def probe(model: nn.Module, example: Example | None = None) -> list[Input]:
         model: any module.
         example: arguments of its forward: one, a tuple, or a mapping of keyword arguments. Without
             it, a model that says what it takes (those of Transformers do) gets what it says; parts
-            that it does not run, such as a vision tower, are run by themselves. So are the models
-            in a wrapper that does not say it.
+            that it does not run, such as a vision tower, are run by themselves, and so are those of
+            a model that cannot run so (CLIP) or of a wrapper that does not say what it takes.
 
     Raises:
         Exception: of any kind, from the model's own code or from an operation that needs values.
@@ -75,9 +75,9 @@ def probe(model: nn.Module, example: Example | None = None) -> list[Input]:
             try:
                 watch = _run(part, name, inputs)
             except Exception as error:
-                if not name:
+                if example is not None:
                     raise
-                problem = problem or error  # this part is not seen
+                problem = problem or error  # this is not seen as a whole; its parts may be
             else:
                 found += watch.inputs()
                 ran |= watch.ran

@@ -56,6 +56,10 @@ class Stream:
         # Which rows are no padding (pamm.padding); None where that is not known, or of no use.
         self.valid: Tensor | None = None
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy draws by itself, also one that another process got in shared memory."""
+        self.__dict__ = {**state, "_state": state["_state"].clone()}
+
     @property
     def position(self) -> int:
         """Where the stream stands. Waits for the device."""

@@ -8,6 +8,7 @@ is replaced: the projections themselves change class. So every model whose atten
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from pamm.adapters import (
@@ -99,8 +100,9 @@ def convert(
     found, report = _survey(model, config, include, exclude, targets, widen, example)
     refuse_nothing(model, targets, report)
     _revert_wrapped(model)
-    for group in found:
-        _convert(model, group, config)
+    with torch.inference_mode(mode=False):  # what is made here, training writes to
+        for group in found:
+            _convert(model, group, config)
     return report
 
 
@@ -165,7 +167,11 @@ def _probe(model: nn.Module, example: Example | None) -> tuple[list[Input] | Non
         return probe(model, example), None
     except Exception as error:
         text = " ".join(str(error).split())
-        return None, text if isinstance(error, PammError) else f"{type(error).__name__}: {text}"
+        if not isinstance(error, PammError):
+            text = f"{type(error).__name__}: {text}"
+            if example is None:
+                text += " (give convert an example of the arguments if those were missing)"
+        return None, text
 
 
 def _described(model: nn.Module, found: Found, config: PammConfig) -> ConvertedGroup:

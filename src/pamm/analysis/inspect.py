@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import math
 import re
 from collections.abc import Iterable
 
@@ -11,6 +12,7 @@ from pamm.analysis.dry_run import Compressed, DryRun
 from pamm.analysis.inspection import InspectedGroup, Inspection, Setting
 from pamm.analysis.meta_model import PRECISIONS, Precision, Source, checkpoint, precision, step
 from pamm.config import PammConfig, whole_number
+from pamm.errors import PammError
 from pamm.integrations.lora import add_lora
 from pamm.nn import is_conv1d
 from pamm.report import ConvertedGroup, Report, SkippedGroup
@@ -22,6 +24,8 @@ NAMES = {
     "fp16-amp": "fp32 weights, fp16 autocast",
     "fp32": "fp32",
 }
+
+_MOST_TOKENS = 1 << 27  # their ids are made
 
 
 def inspect(
@@ -94,9 +98,13 @@ def inspect(
 
 
 def check_sizes(**sizes: int) -> None:
-    """Raise unless all are 1 or more."""
+    """Raise unless all are 1 or more, and their product no more than memory is made for."""
     for name, size in sizes.items():
         whole_number(name, size, least=1)
+    if (tokens := math.prod(sizes.values())) > _MOST_TOKENS:
+        raise PammError(
+            f"{' x '.join(sizes)} is {tokens:,} tokens; give no more than {_MOST_TOKENS:,}."
+        )
 
 
 def find(

@@ -1,6 +1,7 @@
 """Directions in which most of X's energy lies, carried from step to step."""
 
 from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -27,6 +28,11 @@ class Carrying(ABC):
         shape = in_features, self.width(in_features)
         self.axes = torch.eye(*shape, device=device, dtype=torch.float32)
         self.passes = torch.zeros(1, dtype=torch.int64, device="cpu")
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy learns by itself, also one that another process got in shared memory."""
+        clones = {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
+        self.__dict__ = clones
 
     def move(self, device: torch.device) -> None:
         """The directions go along with the layers."""
