@@ -133,6 +133,23 @@ class TestRuns:
         with pytest.raises(RuntimeError, match=r"3, 3|3x3"):
             probe(wrapped)
 
+    def test_parts_run_where_the_whole_cannot(self) -> None:
+        transformers = pytest.importorskip("transformers")
+        sizes = {
+            "hidden_size": 16, "intermediate_size": 16,
+            "num_hidden_layers": 1, "num_attention_heads": 2,
+        }  # fmt: skip
+        config = transformers.CLIPConfig(
+            text_config=sizes | {"vocab_size": 9, "eos_token_id": 2, "bos_token_id": 1},
+            vision_config=sizes | {"image_size": 8, "patch_size": 4},
+        )
+        model = transformers.CLIPModel(config)  # says that it takes ids; takes pixels as well
+        found = probe(model)
+        for part in ("text_model", "vision_model"):
+            layer = f"{part}.encoder.layers.0.self_attn.q_proj"
+            assert reader(found, layer).maker == f"{part}.encoder.layers.0.layer_norm1"
+        assert len(pamm.convert(model).converted) == 2
+
     def test_not_without_an_example(self) -> None:
         with pytest.raises(pamm.PammError, match="give convert an example"):
             probe(Model())

@@ -2,13 +2,16 @@
 
 import collections
 import math
+import pickle
 import random
 from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.multiprocessing
 
 from pamm import PammError, Stream
 from pamm.stream import check_step
@@ -139,3 +142,12 @@ def test_what_is_no_step_is_refused(step: Any) -> None:
 def test_a_stream_says_what_it_takes(call: Callable[[], object], message: str) -> None:
     with pytest.raises(PammError, match=message):
         call()
+
+
+def test_a_copy_in_shared_memory_draws_by_itself() -> None:
+    stream = Stream(seed=3)
+    # What torch.multiprocessing does with the arguments of a process.
+    other = pickle.loads(ForkingPickler.dumps(stream))
+    for _ in range(3):
+        other.draw(8, 3, CPU)
+    assert (stream.position, other.position) == (0, 3)

@@ -58,7 +58,8 @@ class Stream:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy draws by itself, also one that another process got in shared memory."""
-        self.__dict__ = {**state, "_state": state["_state"].clone()}
+        self.__dict__.update(state)
+        self._state = self._state.clone()
 
     @property
     def position(self) -> int:

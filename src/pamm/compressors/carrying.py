@@ -31,8 +31,8 @@ class Carrying(ABC):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy learns by itself, also one that another process got in shared memory."""
-        clones = {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
-        self.__dict__ = clones
+        for name, value in state.items():
+            setattr(self, name, value.clone() if isinstance(value, Tensor) else value)
 
     def move(self, device: torch.device) -> None:
         """The directions go along with the layers."""

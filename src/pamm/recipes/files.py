@@ -9,6 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from pamm.errors import PammError
+
+CONFIG = "config.yaml"
+"""Of a run: what was asked for."""
+
 RESULT, METRICS, FAILED = "result.json", "metrics.jsonl", "failed.txt"
 """Of a training: what it found, written last; a line for each step; why it failed."""
 
@@ -42,6 +47,23 @@ def read_json_lines(path: Path) -> list[Any]:
 def finite(number: float) -> float | None:
     """None in place of NaN and infinity, which JSON has not."""
     return number if math.isfinite(number) else None
+
+
+@contextlib.contextmanager
+def writing_in(folder: Path) -> Iterator[None]:
+    """Make the folder; what cannot be written while this is open is an error that says so."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise PammError(
+            f"cannot write in {folder}: {error.strerror}. Choose another output folder."
+        ) from error
+
+
+def is_over(folder: Path) -> bool:
+    """Whether a training is finished, or failed since its command was last given."""
+    return any((folder / name).exists() for name in (RESULT, FAILED))
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -22,6 +22,17 @@ from pamm.recipes.stop import Stop
 
 _PAUSE_S = 2.0  # between looks at what the others do
 _SHARING = "PAMM_WORKERS_ON_DEVICE"
+
+
+def raise_failed(failed: Sequence[Path]) -> None:
+    """Raise ``ArmFailedError`` if there are files of trainings that failed."""
+    if failed:
+        last = failed[0].read_text().strip().splitlines()[-1].rstrip(".")
+        raise ArmFailedError(
+            f"{len(failed)} trainings failed; the first says in {failed[0]}: {last}. The same "
+            "command tries them again.",
+            exit_code=1,
+        )
 
 
 class Job(Protocol):

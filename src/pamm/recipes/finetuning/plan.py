@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from pamm.recipes.files import FAILED, RESULT, read_json
+from pamm.recipes.files import FAILED, RESULT, is_over, read_json
 from pamm.recipes.finetuning.settings import FinetuneConfig
 from pamm.recipes.settings import Arm
 
@@ -35,7 +35,7 @@ class FinetuneRun:
     @property
     def is_over(self) -> bool:
         """Whether it is finished, or failed since the command was last given."""
-        return any((self.folder / name).exists() for name in (RESULT, FAILED))
+        return is_over(self.folder)
 
     @property
     def result(self) -> dict[str, Any] | None:

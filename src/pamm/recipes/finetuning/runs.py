@@ -16,19 +16,16 @@ from typing import Any
 
 from rich.console import Console
 
-from pamm.errors import ArmFailedError, PammError
+from pamm.errors import PammError
 from pamm.extras import require
 from pamm.recipes.checkpoints import remove_checkpoints
 from pamm.recipes.console import show_error
-from pamm.recipes.files import lock, write_text
+from pamm.recipes.files import CONFIG, lock, write_text, writing_in
 from pamm.recipes.finetuning.plan import FinetuneRun, Plan
 from pamm.recipes.finetuning.settings import FinetuneConfig
 from pamm.recipes.ranks import processes, rank
 from pamm.recipes.stop import Stop
 from pamm.recipes.workers import work, work_off
-
-CONFIG = "config.yaml"
-
 
 Train = Callable[[FinetuneRun, Stop], bool]
 """Trains one run; False if it was stopped before it was finished."""
@@ -74,17 +71,6 @@ def run_plan(
     if todo:
         work(worker, plan.folder, workers)
     return plan.rows()
-
-
-def raise_failed(plan: Plan[Any]) -> None:
-    """Raise ``ArmFailedError`` if trainings failed."""
-    if failed := plan.failed():
-        last = failed[0].read_text().strip().splitlines()[-1].rstrip(".")
-        raise ArmFailedError(
-            f"{len(failed)} trainings failed; the first says in {failed[0]}: {last}. The same "
-            "command tries them again.",
-            exit_code=1,
-        )
 
 
 def serve(plan: Callable[[], Plan[Any]], train: Train) -> int:
@@ -137,17 +123,11 @@ def _train_together(
 
 def _prepare(plan: Plan[Any]) -> None:
     config, folder = plan.config, plan.folder
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with lock(folder / ".lock", wait=True):
-            _check_same(config, folder)
-            for path in plan.failed():
-                path.unlink()
-            write_text(folder / CONFIG, config.to_yaml())
-    except OSError as error:
-        raise PammError(
-            f"cannot write in {folder}: {error.strerror}. Choose another output folder."
-        ) from error
+    with writing_in(folder), lock(folder / ".lock", wait=True):
+        _check_same(config, folder)
+        for path in plan.failed():
+            path.unlink()
+        write_text(folder / CONFIG, config.to_yaml())
 
 
 def _check_same(config: FinetuneConfig, folder: Path) -> None:

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from pamm.errors import PammError
 from pamm.recipes.console import show_error
+from pamm.recipes.files import CONFIG
 from pamm.recipes.pretraining.settings import PretrainConfig
 from pamm.recipes.stop import Stop
 
@@ -25,7 +26,7 @@ def main(run_folder: Path, arm_folder: str) -> int:
         from pamm.recipes.pretraining.tokens import Tokens
         from pamm.recipes.pretraining.training import train_arm
 
-        config = PretrainConfig.load(run_folder / "config.yaml")
+        config = PretrainConfig.load(run_folder / CONFIG)
         arm = next(arm for arm in config.arms if arm.folder == arm_folder)
         finished = train_arm(
             config, arm, run_folder / arm.folder, Tokens.open(run_folder), Console(), stop

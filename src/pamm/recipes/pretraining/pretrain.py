@@ -23,14 +23,13 @@ from rich.console import Console
 
 from pamm.errors import ArmFailedError, PammError
 from pamm.extras import require
-from pamm.recipes.files import RESULT, lock, write_text
+from pamm.recipes.files import CONFIG, RESULT, lock, write_text, writing_in
 from pamm.recipes.pretraining.results import ArmResult, read_results, tables
 from pamm.recipes.pretraining.settings import PretrainConfig
 from pamm.recipes.ranks import processes
 from pamm.recipes.settings import Arm
 from pamm.recipes.workers import wait
 
-CONFIG = "config.yaml"
 _PREPARED = {"text.jsonl", "tokenizer.json", "tokens.bin", "tokens.json", "preparing.json", ".lock"}
 
 
@@ -79,13 +78,8 @@ def open_run(config: PretrainConfig, folder: Path) -> Iterator[Path]:
             "name or output folder."
         )
     with contextlib.ExitStack() as stack:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
+        with writing_in(folder):
             is_ours = stack.enter_context(lock(folder / ".lock"))
-        except OSError as error:
-            raise PammError(
-                f"cannot write in {folder}: {error.strerror}. Choose another output folder."
-            ) from error
         if not is_ours:
             raise PammError(
                 f"another process is at work on the run in {folder}. Wait until it ends, or choose "

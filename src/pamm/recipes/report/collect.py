@@ -8,12 +8,11 @@ from typing import Any
 
 from pamm.config import read_mapping
 from pamm.errors import PammError
-from pamm.recipes.files import METRICS, RESULT, read_json_lines
+from pamm.recipes.files import CONFIG, METRICS, RESULT, read_json_lines
 from pamm.recipes.finetuning.glue.settings import GlueConfig
 from pamm.recipes.finetuning.results import ROWS
 from pamm.recipes.finetuning.settings import FinetuneConfig
 from pamm.recipes.finetuning.vlm.settings import VlmConfig
-from pamm.recipes.pretraining.pretrain import CONFIG
 from pamm.recipes.pretraining.results import read_metrics, read_results
 from pamm.recipes.pretraining.settings import PretrainConfig
 from pamm.recipes.studies.ablate import STUDY

@@ -20,13 +20,13 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from pamm.errors import ArmFailedError, PammError
+from pamm.errors import PammError
 from pamm.extras import require
-from pamm.recipes.files import FAILED, lock, write_json, write_text
+from pamm.recipes.files import FAILED, lock, write_json, write_text, writing_in
 from pamm.recipes.pretraining.settings import PretrainConfig
 from pamm.recipes.ranks import processes
 from pamm.recipes.studies.study import Run, Study
-from pamm.recipes.workers import work
+from pamm.recipes.workers import raise_failed, work
 from pamm.report import format_bytes
 
 STUDY, DATA, RESULTS = "study.yaml", "data", "results.json"
@@ -67,12 +67,7 @@ def ablate(
     write_json(folder / RESULTS, rows)
     console.print(table(rows))
     console.print(f"  {folder / RESULTS}", markup=False, highlight=False, soft_wrap=True)
-    if failed := sorted(folder.glob(f"runs/*/*/{FAILED}")):
-        raise ArmFailedError(
-            f"{len(failed)} trainings failed; the first says in {failed[0]}: "
-            f"{failed[0].read_text().strip().splitlines()[-1]}. The same command tries them again.",
-            exit_code=1,
-        )
+    raise_failed(sorted(folder.glob(f"runs/*/*/{FAILED}")))
     return rows
 
 
@@ -114,20 +109,14 @@ def _prepare(study: Study, folder: Path, console: Console) -> None:
     from pamm.recipes.pretraining.model import llama_config
     from pamm.recipes.pretraining.tokens import prepare
 
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with lock(folder / ".lock", wait=True):
-            for cell in study.cells:
-                for run in (*study.tuning(folder, cell), *study.final(folder, cell)):
-                    check_run(run)
-                    (run.folder / FAILED).unlink(missing_ok=True)
-            begun = any(folder.glob(f"runs/*/*/{RUN}"))
-            tokens = prepare(study.longest(), folder / DATA, console, begun=begun)
-            for cell in study.cells:  # refuses models that cannot be built
-                llama_config(study.run(folder, cell, study.lrs[0], study.seeds[0]).config, tokens)
-            values = dataclasses.asdict(study) | {"lrs": [*study.lrs], "seeds": [*study.seeds]}
-            write_text(folder / STUDY, yaml.safe_dump(values, sort_keys=False))
-    except OSError as error:
-        raise PammError(
-            f"cannot write in {folder}: {error.strerror}. Choose another output folder."
-        ) from error
+    with writing_in(folder), lock(folder / ".lock", wait=True):
+        for cell in study.cells:
+            for run in (*study.tuning(folder, cell), *study.final(folder, cell)):
+                check_run(run)
+                (run.folder / FAILED).unlink(missing_ok=True)
+        begun = any(folder.glob(f"runs/*/*/{RUN}"))
+        tokens = prepare(study.longest(), folder / DATA, console, begun=begun)
+        for cell in study.cells:  # refuses models that cannot be built
+            llama_config(study.run(folder, cell, study.lrs[0], study.seeds[0]).config, tokens)
+        values = dataclasses.asdict(study) | {"lrs": [*study.lrs], "seeds": [*study.seeds]}
+        write_text(folder / STUDY, yaml.safe_dump(values, sort_keys=False))

@@ -10,7 +10,7 @@ from typing import Any
 
 from pamm.config import check_fields, read_mapping, whole_number
 from pamm.errors import PammError
-from pamm.recipes.files import FAILED, RESULT, read_json
+from pamm.recipes.files import RESULT, is_over, read_json
 from pamm.recipes.pretraining.results import ArmResult
 from pamm.recipes.pretraining.settings import PretrainConfig
 from pamm.recipes.settings import Arm, folder_name, positive
@@ -47,7 +47,7 @@ class Run:
     @property
     def is_over(self) -> bool:
         """Whether it is finished, or failed since the study was last started."""
-        return any((self.folder / name).exists() for name in (RESULT, FAILED))
+        return is_over(self.folder)
 
     @property
     def note(self) -> str:

@@ -13,7 +13,8 @@ from pamm.recipes.finetuning.glue.settings import GlueConfig
 from pamm.recipes.finetuning.glue.tasks import HUB, TASKS, read_task
 from pamm.recipes.finetuning.plan import Plan
 from pamm.recipes.finetuning.results import show_results
-from pamm.recipes.finetuning.runs import raise_failed, run_plan
+from pamm.recipes.finetuning.runs import run_plan
+from pamm.recipes.workers import raise_failed
 
 
 class GluePlan(Plan[GlueConfig]):
@@ -56,7 +57,7 @@ def finetune_glue(
     if rows:
         files = {"table.md": markdown(rows), "scores.png": picture(rows)}
         show_results(plan.folder, rows, table(rows), NOTE, files, console)
-    raise_failed(plan)
+    raise_failed(plan.failed())
     return rows
 
 

@@ -3,10 +3,11 @@
 import sys
 from pathlib import Path
 
+from pamm.recipes.files import CONFIG
 from pamm.recipes.finetuning.glue.finetune import GluePlan
 from pamm.recipes.finetuning.glue.settings import GlueConfig
 from pamm.recipes.finetuning.plan import FinetuneRun
-from pamm.recipes.finetuning.runs import CONFIG, serve
+from pamm.recipes.finetuning.runs import serve
 from pamm.recipes.stop import Stop
 
 

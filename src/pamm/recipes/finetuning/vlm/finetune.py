@@ -15,12 +15,13 @@ from rich.console import Console
 from pamm.extras import require
 from pamm.recipes.finetuning.plan import FinetuneRun, Plan, mean_and_spread
 from pamm.recipes.finetuning.results import show_results
-from pamm.recipes.finetuning.runs import raise_failed, run_plan
+from pamm.recipes.finetuning.runs import run_plan
 from pamm.recipes.finetuning.vlm.results import NOTE, confusion_picture, markdown, picture, table
 from pamm.recipes.finetuning.vlm.settings import DRAWN, VlmConfig
 from pamm.recipes.ranks import rank
 from pamm.recipes.settings import Arm
 from pamm.recipes.stop import Stop
+from pamm.recipes.workers import raise_failed
 
 TASK = "images"
 
@@ -99,7 +100,7 @@ def finetune_vlm(
             if row is not None and row["confusion"] is not None:
                 files[f"confusion-{arm.folder}.png"] = confusion_picture(row)
         show_results(plan.folder, rows, table(rows), NOTE, files, console)
-    raise_failed(plan)
+    raise_failed(plan.failed())
     return rows
 
 

@@ -4,7 +4,8 @@ import os
 import sys
 from pathlib import Path
 
-from pamm.recipes.finetuning.runs import CONFIG, serve
+from pamm.recipes.files import CONFIG
+from pamm.recipes.finetuning.runs import serve
 from pamm.recipes.finetuning.vlm.finetune import VlmPlan
 from pamm.recipes.finetuning.vlm.settings import VlmConfig
 
