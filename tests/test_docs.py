@@ -50,3 +50,11 @@ def test_python_blocks_of_pages_run_one_after_the_other(page: Path, tmp_path: Pa
 
 def test_the_readme_has_python_blocks() -> None:
     assert PROJECT / "README.md" in PAGES
+
+
+def test_the_reference_has_every_public_name() -> None:
+    listed = re.findall(
+        r"^::: (pamm\.\S+)$", (PROJECT / "docs/reference.md").read_text(), re.MULTILINE
+    )
+    for name in pamm.__all__:
+        assert any(f"{each}.".startswith(f"pamm.{name}.") for each in listed), name

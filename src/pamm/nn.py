@@ -160,7 +160,11 @@ def warn_if_frozen(layer: nn.Module, group: Iterable[nn.Module]) -> None:
 
 
 def groups(model: nn.Module) -> list[Group]:
-    """The groups of a converted model, each once, in the order of its modules."""
+    """The groups of a converted model, each once, in the order of its modules.
+
+    Of each its ``name``, its ``layers``, the ``stream`` that draws for it and its ``method``, which
+    compresses.
+    """
     found = {id(m.pamm_group): m.pamm_group for m in model.modules() if is_pamm(m)}
     return list(found.values())
 
