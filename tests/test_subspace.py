@@ -1,10 +1,13 @@
 """The subspace method: unbiased, its kernels against their twins, its directions where X's are."""
 
 import copy
+import pickle
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import pytest
 import torch
+import torch.multiprocessing
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -317,3 +320,15 @@ def test_a_resumed_run_gets_its_directions_back() -> None:
         model["q_proj"](x[2]).sum().backward()
         grads.append(model["q_proj"].weight.grad)
     assert torch.equal(*grads)
+
+
+def test_a_copy_in_shared_memory_learns_by_itself() -> None:
+    method = compressor(PammConfig("subspace"))
+    method.prepare(48, torch.device("cpu"))
+    # What torch.multiprocessing does with the arguments of a process.
+    other = pickle.loads(ForkingPickler.dumps(method))
+    other.advance(torch.randn(64, 48))
+    axes, learned = method.carried()["axes"], other.carried()["axes"]
+    assert torch.equal(axes, torch.eye(*axes.shape))
+    assert not torch.equal(axes, learned)
+    assert [int(each.carried()["passes"]) for each in (method, other)] == [0, 1]
