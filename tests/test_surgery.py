@@ -249,6 +249,12 @@ class TestReport:
         assert report.paper_bytes(32_768) == int(3.5 * (1 << 20))
         assert report.held_bytes(32_768) == 8 * (64 * 512 * 2 + 32_768 * 3 + 4)
 
+    def test_the_papers_counting_is_for_its_method_alone(self) -> None:
+        report = pamm.convert(Model(layers=1), pamm.PammConfig("uniform_crs", 1 / 8))
+        assert report.paper_bytes(64) is report.converted[0].paper_bytes(64) is None
+        (line,) = (line for line in str(report).splitlines() if "layers.0" in line)
+        assert not line.split("│")[-2].strip()
+
     def test_reads_well(self) -> None:
         model = Model(layers=12)
         text = str(pamm.convert(model, pamm.PammConfig("pamm", 1 / 128, tolerance=0.5)))

@@ -44,8 +44,12 @@ class ConvertedGroup:
         """Bytes kept in place of X, once for the whole group."""
         return compressor(self.config).state_bytes(tokens, self.in_features, self.dtype)
 
-    def paper_bytes(self, tokens: int) -> int:
-        """The paper's count for PAMM: generators for each layer by itself, 8 bytes a token."""
+    def paper_bytes(self, tokens: int) -> int | None:
+        """The paper's count: generators for each layer by itself, 8 bytes a token; for method
+        ``"pamm"`` alone, ``None`` for others.
+        """
+        if self.config.method != "pamm":
+            return None
         k = self.config.generators(tokens)
         return len(self.out_features) * k * self.in_features * self.dtype.itemsize + 8 * tokens
 
@@ -87,9 +91,10 @@ class Report:
         """Bytes kept in their place."""
         return sum(group.held_bytes(tokens) for group in self.converted)
 
-    def paper_bytes(self, tokens: int) -> int:
-        """The same in the paper's counting: three sets of generators, 8 bytes a token."""
-        return sum(group.paper_bytes(tokens) for group in self.converted)
+    def paper_bytes(self, tokens: int) -> int | None:
+        """The same in the paper's counting, which is for method ``"pamm"``; ``None`` for others."""
+        counts = [group.paper_bytes(tokens) for group in self.converted]
+        return None if None in counts else sum(filter(None, counts))
 
     def table(self, tokens: int = 32_768) -> str:
         """A table for one forward pass over ``tokens`` tokens; equal groups share a line."""
@@ -112,10 +117,10 @@ class Report:
         table.add_column("group", min_width=55, overflow="fold")
         for name in ("groups", "in -> out", "exact", "held", "saved", "paper's count"):
             table.add_column(name, justify="right", no_wrap=True)
-        is_pamm = config.method == "pamm"
         for alike in self._alike():
             group, count = alike[0], len(alike)
             exact, held = count * group.exact_bytes(tokens), count * group.held_bytes(tokens)
+            paper = group.paper_bytes(tokens)
             table.add_row(
                 merge_names([each.name for each in alike]).replace("[", "\\["),
                 str(count),
@@ -123,7 +128,7 @@ class Report:
                 format_bytes(exact),
                 format_bytes(held),
                 f"{1 - held / exact:.2%}" if exact else "",
-                format_bytes(count * group.paper_bytes(tokens)) if is_pamm else "",
+                "" if paper is None else format_bytes(count * paper),
             )
         console = Console(file=io.StringIO(), width=140)
         console.print(table)

@@ -174,13 +174,13 @@ def held_bytes(
         pamm.revert(model)
     if bf16:  # layers compute in it, whatever their weights are kept in
         report = report.computing_in(torch.bfloat16)
-    is_pamm, tokens = config.method == "pamm", rows[0]
+    tokens = rows[0]
     return {
         "held_bytes": sum(held.values()),
         "predicted_bytes": report.held_bytes(tokens),
-        "paper_bytes": report.paper_bytes(tokens) if is_pamm else None,
+        "paper_bytes": report.paper_bytes(tokens),
         "held_tokens": tokens,
-        "generators": config.generators(tokens) if is_pamm else None,
+        "generators": config.generators(tokens) if config.method == "pamm" else None,
     }
 
 

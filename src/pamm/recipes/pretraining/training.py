@@ -235,9 +235,7 @@ def _result(
         tokens_per_second=config.tokens_per_step / _median_step_seconds(metrics),
         held_bytes=held,
         predicted_bytes=report.held_bytes(config.tokens_per_pass),
-        paper_bytes=(
-            report.paper_bytes(config.tokens_per_pass) if arm.config.method == "pamm" else None
-        ),
+        paper_bytes=report.paper_bytes(config.tokens_per_pass),
         peak_bytes=peak,
         steps=config.steps,
         tokens=config.steps * config.tokens_per_step,
