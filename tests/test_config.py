@@ -165,3 +165,9 @@ def test_missing_file(tmp_path: Path) -> None:
 def test_what_is_no_mapping_is_refused(values: object) -> None:
     with pytest.raises(PammError, match=r"the PAMM configuration is .*; give a mapping"):
         PammConfig.from_dict(values)  # type: ignore[arg-type]
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "nowhere" / "pamm.json"
+    with pytest.raises(PammError, match=f"cannot write {path}: No such file or directory"):
+        PammConfig().save(path)

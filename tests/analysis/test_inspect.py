@@ -346,6 +346,7 @@ def test_a_ratio_is_chosen_for_pamm_alone(llama: str) -> None:
         (["--dtype", "fp8"], "bf16, bf16-amp, fp16-amp, fp32"),
         (["--batch", "0"], "batch is 0"),
         (["--seq", "-1"], "seq is -1"),
+        (["--seq", "99999999999"], "batch x seq is 99,999,999,999 tokens; give no more than"),
         (["--method", "pamm", "--ratio", "2"], "ratio is '2'"),
         (["--ratio", "1/8"], "what it means depends on the method"),
         (["--method", "papa"], "choose one of pamm, subspace,"),
