@@ -146,6 +146,16 @@ class TestNothing:
             pamm.convert(Model(), pamm.PammConfig(method), example=torch.randn(4, 9))
         assert "example" not in str(refused.value)
 
+    def test_a_model_that_needs_more_than_it_says_is_helped_by_an_example(self) -> None:
+        transformers = pytest.importorskip("transformers")
+        config = transformers.LlamaConfig(
+            hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+        )
+        model = transformers.LlamaForCausalLM(config)
+        model.model.layers[0].self_attn.o_proj = nn.Linear(3, 3)  # nothing of it runs
+        with pytest.raises(pamm.NothingToConvertError, match="give convert an example of the arg"):
+            pamm.convert(model)
+
     def test_an_example_that_does_not_run_the_layers(self) -> None:
         model = Model()
         model.add_module("other", Attention())
@@ -316,10 +326,16 @@ def test_a_model_that_is_compiled_before_has_the_same_names_and_draws() -> None:
 
 @pytest.mark.parametrize("method", ["pamm", "subspace"])
 def test_a_model_converted_in_inference_mode_can_be_trained(method: str) -> None:
-    model = Model(layers=1)
+    x, plain = torch.randn(2, 5, 16), Model(layers=1)
+    model = copy.deepcopy(plain)
+    pamm.convert(plain, pamm.PammConfig(method))
     with torch.inference_mode():
         pamm.convert(model, pamm.PammConfig(method))
-    model(torch.randn(2, 5, 16)).sum().backward()
+    for each in (plain, model):
+        each(x).square().sum().backward()
+    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+        assert one.grad is not None
+        assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
 
 
 def test_groups_that_keep_unlike_copies_have_lines_of_their_own() -> None:

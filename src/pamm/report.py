@@ -93,8 +93,9 @@ class Report:
 
     def paper_bytes(self, tokens: int) -> int | None:
         """The same in the paper's counting, which is for method ``"pamm"``; ``None`` for others."""
-        counts = [group.paper_bytes(tokens) for group in self.converted]
-        return None if None in counts else sum(filter(None, counts))
+        if self.config.method != "pamm":
+            return None
+        return sum(group.paper_bytes(tokens) or 0 for group in self.converted)
 
     def table(self, tokens: int = 32_768) -> str:
         """A table for one forward pass over ``tokens`` tokens; equal groups share a line."""

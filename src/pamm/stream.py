@@ -58,7 +58,7 @@ class Stream:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy draws by itself, also one that another process got in shared memory."""
-        self.__dict__.update(state)
+        vars(self).update(state)
         self._state = self._state.clone()
 
     @property

@@ -25,7 +25,7 @@ NAMES = {
     "fp32": "fp32",
 }
 
-_MOST_TOKENS = 1 << 27  # their ids are made
+_MOST_TOKENS = 1 << 27  # whose ids are real numbers in memory: 1 GiB
 
 
 def inspect(
@@ -98,7 +98,7 @@ def inspect(
 
 
 def check_sizes(**sizes: int) -> None:
-    """Raise unless all are 1 or more, and their product no more than memory is made for."""
+    """Raise unless all are 1 or more, and the tokens that they make few enough to have ids."""
     for name, size in sizes.items():
         whole_number(name, size, least=1)
     if (tokens := math.prod(sizes.values())) > _MOST_TOKENS:

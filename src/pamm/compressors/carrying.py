@@ -31,8 +31,9 @@ class Carrying(ABC):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy learns by itself, also one that another process got in shared memory."""
-        for name, value in state.items():
-            setattr(self, name, value.clone() if isinstance(value, Tensor) else value)
+        vars(self).update(state)
+        if "axes" in state:  # it is prepared
+            self.axes, self.passes = self.axes.clone(), self.passes.clone()
 
     def move(self, device: torch.device) -> None:
         """The directions go along with the layers."""

@@ -33,8 +33,8 @@ _log = logging.getLogger(__name__)
 
 
 def _carried_file(args: TrainingArguments) -> str:
-    """What each rank's groups carry from step to step; written beside the checkpoints, under a name
-    that who serves a checkpoint (vLLM takes every ``*.safetensors``) does not read as weights.
+    """What each rank's groups carry from step to step; written beside the checkpoints. Not called
+    ``*.safetensors``: who loads a folder may take every such file for weights.
     """
     return f"pamm_carried-{args.process_index}.tensors"
 
