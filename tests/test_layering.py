@@ -18,6 +18,7 @@ LAYERS = (
     {"errors", "config", "types", "swap", "naming", "example"},
     {"extras"},
     {"permutation", "reference", "subspace", "sampling"},
+    {"fp8"},
     {"kernels"},
     {"ops"},
     {"stream"},

@@ -49,6 +49,10 @@ class PammConfig:
             out. With 64 of them half of the tokens lose half as much, and a third as much as half
             without, for more time (docs/quality.md). They follow X from step to step:
             ``pamm.carried``.
+        fp8: of ``"sampled"`` alone: whether drawn rows are rounded to 8 bits (e4m3) where the GPU
+            multiplies such numbers (compute capability 8.9 and above) and the gradient has 16:
+            ``pamm.fp8``. Half of the time, for noise that is small beside a draw's. They are if
+            left out; False keeps them in the gradient's dtype everywhere.
         seed: of the private stream that draws generators. The global random state is never used.
         backend: ``"auto"`` (Triton's kernels on a GPU, plain PyTorch elsewhere; the environment
             variable PAMM_BACKEND may decide), ``"triton"`` or ``"torch"``.
@@ -68,6 +72,7 @@ class PammConfig:
     ratio: float = None  # type: ignore[assignment]  # a number once made
     tolerance: float | None = None
     directions: int | None = None
+    fp8: bool | None = None
     seed: int = 0
     backend: str = "auto"
 
@@ -75,7 +80,7 @@ class PammConfig:
         object.__setattr__(self, "tolerance", _tolerance(self.tolerance))
         ratio = None if self.ratio is None else _ratio(self.ratio)
         if self.method is None:
-            for name in ("ratio", "tolerance", "directions"):
+            for name in ("ratio", "tolerance", "directions", "fp8"):
                 if (value := getattr(self, name)) is not None:
                     raise PammError(
                         f"{name} is {value}, but what it means depends on the method, and none "
@@ -90,6 +95,7 @@ class PammConfig:
                 f"with {self.method!r}."
             )
         object.__setattr__(self, "directions", self._directions())
+        self._check_fp8()
         check_backend(self.backend)
         if ratio is not None and self.is_exact:
             raise PammError(
@@ -117,6 +123,15 @@ class PammConfig:
             return 0
         whole_number("directions", value, least=0)
         return value
+
+    def _check_fp8(self) -> None:
+        if not isinstance(self.fp8, bool | None):
+            raise PammError(f"fp8 is {self.fp8!r}; give True or False, or leave it out.")
+        if self.fp8 is not None and self.method != "sampled":
+            raise PammError(
+                f"fp8 is {self.fp8}, which method 'sampled' alone has; leave it out with "
+                f"{self.method!r}."
+            )
 
     @property
     def is_exact(self) -> bool:

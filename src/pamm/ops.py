@@ -9,6 +9,7 @@
     pamm::decode       the matrix they stand for
     pamm::refresh      the directions that a subspace carries, now and then brought up to date
     pamm::sample       rows that stand for those of X and G, some drawn by the size of G's
+    pamm::sample_fp8   what is the product of such rows, rounded to 8 bits
 
 To torch.compile, checkpointing policies and profilers each is one opaque unit. None of them waits
 for the device. All sums are taken in fp32 (fp64 for fp64), also under autocast.
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, library
 
-from pamm import sampling, subspace
+from pamm import fp8, sampling, subspace
 from pamm.config import BACKENDS
 from pamm.errors import PammError
 from pamm.kernels import plain
@@ -289,6 +290,67 @@ def sample(
     """``sampling.rows`` of X (tokens, n) and G (tokens, m), for c tokens that ``sampling.draw``
     drew by their sizes."""
     return _sample(g, x, size, c, offset, *(whole or (None, None, None)), backend)
+
+
+@_op(
+    "sample_fp8(Tensor g, Tensor x, Tensor size, Tensor most, SymInt c, Tensor offset, Tensor? z, "
+    "Tensor? basis, Tensor? inner, str backend) -> Tensor"
+)
+def _sample_fp8(
+    g: Tensor,
+    x: Tensor,
+    size: Tensor,
+    most: Tensor,
+    c: int,
+    offset: Tensor,
+    z: Tensor | None,
+    basis: Tensor | None,
+    inner: Tensor | None,
+    backend: str,
+) -> Tensor:
+    whole = None if z is None else sampling.Whole(z, basis, inner)  # type: ignore[arg-type]
+    if _use_triton(g, backend):
+        from pamm.kernels import fp8 as kernel
+        from pamm.kernels import sample
+
+        index, weight, units = sample.draw_with_units(size, c, offset, most)
+        rows = kernel.rows(x, g, index, weight, units, whole)
+    else:
+        index, weight = sampling.draw(size, c, offset)
+        rows = fp8.rows(x, g, index, weight, fp8.units(size, most, c), whole)
+    made = fp8.product(rows, g.dtype)[: g.shape[1], : x.shape[1]]
+    return made if whole is None else made.addmm_(whole.inner.T, whole.basis.T.to(g.dtype))
+
+
+@_fake("sample_fp8")
+def _(
+    g: Tensor,
+    x: Tensor,
+    size: Tensor,
+    most: Tensor,
+    c: int,
+    offset: Tensor,
+    z: Tensor | None,
+    basis: Tensor | None,
+    inner: Tensor | None,
+    backend: str,
+) -> Tensor:
+    return g.new_empty(g.shape[1], x.shape[1])
+
+
+def sample_fp8(
+    x: Tensor,
+    g: Tensor,
+    size: Tensor,
+    most: Tensor,
+    c: int,
+    offset: Tensor,
+    whole: sampling.Whole | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """About G.T @ X (m, n): ``fp8.product`` of c tokens that ``sampling.draw`` drew by their sizes,
+    and what ``whole`` has. ``most`` is what ``fp8.largest`` finds in X."""
+    return _sample_fp8(g, x, size, most, c, offset, *(whole or (None, None, None)), backend)
 
 
 def no_autocast(tensor: Tensor) -> AbstractContextManager[object]:

@@ -127,15 +127,21 @@ def rows(
     ``whole``, less which the rows of X are. Both have ``padded`` columns, of which those past n and
     m are zero.
     """
-    rest, g_rows = x[index], (g[index] * weight[:, None]).to(g.dtype)
-    if whole is not None:
-        wide = accumulation_dtype(x.dtype)
-        rest = rest.to(wide) - whole.z[index].to(wide) @ whole.basis.to(wide).T
-    x_rows = rest.to(g.dtype)
+    x_rows, g_rows = rest(x, index, whole).to(g.dtype), (g[index] * weight[:, None]).to(g.dtype)
     if whole is not None:
         x_rows = torch.cat((x_rows, whole.basis.T.to(g.dtype)))
         g_rows = torch.cat((g_rows, whole.inner))
     return _pad(x_rows), _pad(g_rows)
+
+
+def rest(
+    x: Float[Tensor, "tokens n"], index: Int64[Tensor, " c"], whole: Whole | None
+) -> Float[Tensor, "c n"]:
+    """Rows of X, less what the directions have of them."""
+    if whole is None:
+        return x[index]
+    wide = accumulation_dtype(x.dtype)
+    return x[index].to(wide) - whole.z[index].to(wide) @ whole.basis.to(wide).T
 
 
 def padded(columns: int) -> int:

@@ -216,14 +216,14 @@ def test_other_methods_have_ratios_of_their_own() -> None:
 
 def test_an_arm_of_a_model_may_have_directions_and_convert_gate_and_up() -> None:
     model = build(SIZES["tiny"], CPU, torch.float32)
-    names = ("recompute+recompute", "sampled:1/4", "exact+sampled:1/4:16", "recompute+pamm")
+    names = ("recompute+recompute", "sampled:1/4:16bit", "exact+sampled:1/4:16", "recompute+pamm")
     arms = make_arms(model, CONFIG, names)
     recomputed = [len(recomputed_groups(arm)) for arm in arms.values()]
     assert recomputed == [4, 2, 2, 2]  # two layers
     configs = [[group.method.config for group in groups(arm)] for arm in arms.values()]  # type: ignore[attr-defined]
     assert configs == [
         [],
-        2 * [PammConfig("sampled", 1 / 4, seed=CONFIG.seed)],
+        2 * [PammConfig("sampled", 1 / 4, fp8=False, seed=CONFIG.seed)],
         2 * [PammConfig("sampled", 1 / 4, directions=16, seed=CONFIG.seed)],
         2 * [CONFIG],
     ]

@@ -16,11 +16,17 @@ ARMS = ("exact", "pamm", "paper", "subspace", "recompute", "sampled", "uniform_c
 """Exact training, PAMM as this library runs it, PAMM in the paper's operations, other methods.
 
 ``subspace:1/8`` is one with a ratio of its own; without, it has the method's (PAMM the given one).
-``sampled:1/3:64`` has 64 directions. ``recompute+sampled:1/4:64`` has the one for q, k and v, the
-other for gate and up.
+``sampled:1/3:64`` has 64 directions, ``sampled:1/3:16bit`` rounds nothing to 8 bits.
+``recompute+sampled:1/4:64`` has the one for q, k and v, the other for gate and up.
 """
-_ARM = re.compile(r"(?P<method>\w+)(:(?P<ratio>[\d./]+))?(:(?P<directions>\d+))?")
-_ALLOWED = {"ratio": set(ARMS) - {"exact", "paper", "recompute"}, "directions": {"sampled"}}
+_ARM = re.compile(
+    r"(?P<method>\w+)(:(?P<ratio>[\d./]+))?(:(?P<directions>\d+))?(:(?P<wide>16bit))?"
+)
+_ALLOWED = {
+    "ratio": set(ARMS) - {"exact", "paper", "recompute"},
+    "directions": {"sampled"},
+    "wide": {"sampled"},
+}
 """For each part of a name, the methods that may have it."""
 _BARE = ("pamm", "paper")
 """Those that are PAMM with the ratio of all arms."""
@@ -48,7 +54,8 @@ def arm_config(name: str) -> PammConfig:
     """What the layers of a setting (``sampled:1/3:64``) are converted with."""
     settings = _settings(name)
     directions = settings["directions"] and int(settings["directions"])
-    return PammConfig(settings["method"], settings["ratio"], directions=directions)
+    fp8 = False if settings["wide"] else None
+    return PammConfig(settings["method"], settings["ratio"], directions=directions, fp8=fp8)
 
 
 def place(name: str) -> int:

@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from pamm import ops, sampling
+from pamm import fp8, ops, sampling
 from pamm.compressors.carrying import Carrying
 from pamm.compressors.protocol import State
 from pamm.config import PammConfig
@@ -51,8 +51,11 @@ class Sampled(Carrying):
                 return grad.T @ x.to(grad.dtype)
             # Not in the op: torch.compile has one z for q, k and v, and takes sizes as it makes G.
             whole = sampling.whole(x, basis[0], grad) if basis else None
-            size = sampling.sizes(grad)
-            x_rows, g_rows = ops.sample(x, grad, size, c, offset, whole, self.config.backend)
+            size, backend = sampling.sizes(grad), self.config.backend
+            if self.config.fp8 is not False and fp8.is_served(grad.device, grad.dtype):
+                most = fp8.largest(x)
+                return ops.sample_fp8(x, grad, size, most, c, offset, whole, backend)
+            x_rows, g_rows = ops.sample(x, grad, size, c, offset, whole, backend)
             return (g_rows.T @ x_rows)[: grad.shape[1], : x.shape[1]]
 
     def state_bytes(self, tokens: int, in_features: int, dtype: torch.dtype) -> int:

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pamm.fp8 import LARGEST, MARGIN
 from pamm.kernels.tiles import ceil_div, operand, power_of_2, precision
 from pamm.sampling import FLOOR, ROUNDS, TINY, UNIT, Whole, padded
 
@@ -26,18 +27,30 @@ _REST_COLUMNS = 128
 
 @triton.jit(do_not_specialize=["tokens", "c"])
 def _draw_kernel(
-    size_ptr, offset_ptr, index_ptr, weight_ptr, tokens, c,
+    size_ptr, offset_ptr, most_ptr, index_ptr, weight_ptr, units_ptr, tokens, c,
     ROUNDS: tl.constexpr, FLOOR: tl.constexpr, TINY: tl.constexpr, UNIT: tl.constexpr,
-    BLOCK: tl.constexpr, OWN: tl.constexpr,
+    MARGIN: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr, OWN: tl.constexpr,
 ):  # fmt: skip
     """``shares`` and ``drawn``. Every program finds tau for itself, which takes less time than to
     wait for another's, and writes down the draws of its own tokens. Sums are taken lane by lane
-    until the end of a pass: nothing waits for all lanes more than once in it."""
+    until the end of a pass: nothing waits for all lanes more than once in it. A program behind
+    them, if there is one, writes down ``fp8.units``."""
     lane = tl.arange(0, BLOCK)
     sizes = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, tokens, BLOCK):
         sizes += tl.load(size_ptr + start + lane, mask=start + lane < tokens, other=0.0)
     total = tl.sum(sizes, 0)
+    if tl.program_id(0) * OWN >= tokens:
+        most, longest = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, tokens, BLOCK):
+            present = start + lane < tokens
+            most = tl.maximum(most, tl.load(most_ptr + start + lane, mask=present, other=0.0))
+            size = tl.load(size_ptr + start + lane, mask=present, other=0.0)
+            longest = tl.maximum(longest, size)
+        weighted = tl.maximum(tl.max(longest, 0), (1 + 2 * FLOOR) * total / c)
+        tl.store(units_ptr, tl.maximum(tl.max(most, 0) * (MARGIN / LARGEST), TINY))
+        tl.store(units_ptr + 1, tl.maximum(weighted / LARGEST, TINY))
+        return
     floor = FLOOR * (total / tokens) + TINY
     tau = (total + floor * tokens) / c
     for _ in range(ROUNDS):
@@ -174,15 +187,29 @@ def _rest_kernel(
 
 def draw(size: Tensor, c: int, offset: Tensor) -> tuple[Tensor, Tensor]:
     """The twin of ``sampling.draw``, for fp32."""
+    return _draw(size, c, offset, None)[:2]
+
+
+def draw_with_units(
+    size: Tensor, c: int, offset: Tensor, most: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The twin of ``sampling.draw`` and ``fp8.units`` in one, for fp32."""
+    return _draw(size, c, offset, most)
+
+
+def _draw(
+    size: Tensor, c: int, offset: Tensor, most: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     tokens = len(size)
     index = torch.empty(c, dtype=torch.int64, device=size.device)
     weight = torch.empty(c, dtype=torch.float32, device=size.device)
-    _draw_kernel[(ceil_div(tokens, _OWN),)](
-        size, offset, index, weight, tokens, c,
-        ROUNDS=ROUNDS, FLOOR=FLOOR, TINY=TINY, UNIT=UNIT, BLOCK=_TOKENS, OWN=_OWN,
-        num_warps=32, enable_fp_fusion=False,
+    units = torch.empty(2, dtype=torch.float32, device=size.device)
+    _draw_kernel[(ceil_div(tokens, _OWN) + (most is not None),)](
+        size, offset, size if most is None else most, index, weight, units, tokens, c,
+        ROUNDS=ROUNDS, FLOOR=FLOOR, TINY=TINY, UNIT=UNIT, MARGIN=MARGIN, LARGEST=LARGEST,
+        BLOCK=_TOKENS, OWN=_OWN, num_warps=32, enable_fp_fusion=False,
     )  # fmt: skip
-    return index, weight
+    return index, weight, units
 
 
 def rows(

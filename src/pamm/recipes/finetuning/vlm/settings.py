@@ -10,7 +10,7 @@ from pamm.recipes.settings import Arm, positive, shipped
 
 DRAWN = "drawn"
 LORA_KEYS = ("r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "use_dora", "bias")
-_OF_A_METHOD = ("ratio", "tolerance", "directions")
+_OF_A_METHOD = ("ratio", "tolerance", "directions", "fp8")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,108 @@
+"""The product of the rows that ``pamm.sampling`` draws, in 8 bits: it takes half the time of 16.
+
+    G_c.T @ X_c  ~  u_g u_x  E(G_c / u_g).T @ E(X_c / u_x)
+
+where E rounds to e4m3, 3 bits behind the first. Of independent rows that is noise of 4 % of their
+sum; a draw's is several times as much. And a draw makes the rows of G alike in size, by its
+weights, which is what 8 bits need. The units keep all numbers within e4m3's reach:
+
+    u_x = 2 max_ij |x_ij| / 448
+    u_g = max(max_i ||g_i||, (1 + 2 FLOOR) sum_i ||g_i|| / c) / 448
+
+since a drawn row times its weight is no longer than it was, or than tau, and tau no more than the
+second. Four and a half powers of ten below 448 rounding becomes coarser.
+
+What lies in directions (``sampling.Whole``) has no noise, and is multiplied in its own dtype.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int64
+from torch import Tensor
+from torch.nn.functional import ScalingType
+
+from pamm import sampling
+from pamm.types import accumulation_dtype
+
+DTYPE = torch.float8_e4m3fn
+LARGEST = 448.0
+MARGIN = 2.0
+"""What X has besides its directions may be larger than X in a place, if not as a row."""
+ROWS = 16
+"""Of such multiples the multiplication takes."""
+
+
+class Rows(NamedTuple):
+    """What stands for X and for G, a column for each drawn token."""
+
+    x: Float[Tensor, "padded_n rows"]
+    g: Float[Tensor, "padded_m rows"]
+    units: Float[Tensor, " 2"]
+    """What a 1 of x and of g stands for."""
+
+
+@torch.compiler.assume_constant_result  # the compiler cannot look up what a GPU is capable of
+def is_served(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether this device multiplies numbers of 8 bits, and 16 are what it has of G anyway."""
+    return (
+        device.type == "cuda"
+        and dtype in (torch.bfloat16, torch.float16)
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(device) >= (8, 9)
+    )
+
+
+def largest(x: Float[Tensor, "tokens n"]) -> Float[Tensor, " tokens"]:
+    """max_j |x_ij|, in fp32 (fp64 for fp64)."""
+    return torch.linalg.vector_norm(x, torch.inf, dim=1, dtype=accumulation_dtype(x.dtype))
+
+
+def units(
+    size: Float[Tensor, " tokens"], most: Float[Tensor, " tokens"], c: int
+) -> Float[Tensor, " 2"]:
+    """u_x and u_g, of the sizes of G's rows and what ``largest`` found in X's."""
+    weighted = torch.maximum(size.max(), (1 + 2 * sampling.FLOOR) * size.sum() / c)
+    return (torch.stack((MARGIN * most.max(), weighted)) / LARGEST).clamp(min=sampling.TINY)
+
+
+def rows(
+    x: Float[Tensor, "tokens n"],
+    g: Float[Tensor, "tokens m"],
+    index: Int64[Tensor, " c"],
+    weight: Float[Tensor, " c"],
+    units: Float[Tensor, " 2"],
+    whole: sampling.Whole | None = None,
+) -> Rows:
+    """The drawn rows, times the weights on G's side, less what the directions have on X's."""
+    wide = accumulation_dtype(x.dtype)
+    rest = sampling.rest(x, index, whole).to(wide) / units[0]
+    weighted = g[index].to(wide) * (weight / units[1])[:, None]
+    return Rows(_columns(rest), _columns(weighted), units)
+
+
+def product(rows: Rows, dtype: torch.dtype) -> Float[Tensor, "padded_m padded_n"]:
+    """u_x u_g g @ x.T."""
+    if rows.x.is_cuda:
+        whole, (u_x, u_g) = ScalingType.TensorWise, rows.units
+        return F.scaled_mm(
+            rows.g, rows.x.T, u_g, whole, u_x, whole, output_dtype=dtype, use_fast_accum=True
+        )
+    return (rows.g.float() @ rows.x.float().T * rows.units.prod()).to(dtype)
+
+
+def padded(rows: int) -> int:
+    """So many or a few more, as the multiplication takes them."""
+    return -(-rows // ROWS) * ROWS
+
+
+def rounded(values: Tensor) -> Tensor:
+    """The nearest of e4m3; what is beyond its reach becomes the last of it."""
+    return values.clamp(-LARGEST, LARGEST).to(DTYPE)
+
+
+def _columns(rows: Tensor) -> Tensor:
+    c, n = rows.shape
+    columns = F.pad(rows.T, (0, padded(c) - c, 0, sampling.padded(n) - n))
+    return rounded(columns).contiguous()

@@ -1,0 +1,190 @@
+"""Drawn rows multiplied in 8 bits."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import pamm
+from pamm import fp8, ops, sampling
+from pamm.compressors import compressor
+from pamm.kernels import fp8 as kernel
+from pamm.kernels import sample
+from pamm.stream import Stream
+from tests.test_sampling import DEVICE, directions, uneven
+from tests.tolerances import assert_implementation_error, relative_error
+
+OFFSET = torch.tensor([0.37], dtype=torch.float64, device=DEVICE)
+BACKENDS = pytest.mark.parametrize("backend", ["torch", "triton"])
+
+
+def gradient(
+    x: Tensor, g: Tensor, c: int, backend: str, k: int = 0, offset: Tensor = OFFSET
+) -> Tensor:
+    whole = sampling.whole(x, directions(x.shape[1], k).to(x), g) if k else None
+    size, most = sampling.sizes(g), fp8.largest(x)
+    return ops.sample_fp8(x, g, size, most, c, offset.to(DEVICE), whole, backend)
+
+
+def matrices(tokens: int, n: int, m: int) -> tuple[Tensor, Tensor]:
+    """X, and a G of which few tokens have most."""
+    x, g = torch.randn(tokens, n), torch.randn(tokens, m) * uneven(tokens).float()[:, None]
+    return x.to(DEVICE).bfloat16(), g.to(DEVICE).bfloat16()
+
+
+@BACKENDS
+@pytest.mark.parametrize("k", [0, 16])
+def test_rounding_adds_little_to_the_noise_of_the_draw(backend: str, k: int) -> None:
+    x, g = matrices(600, 72, 80)
+    whole = sampling.whole(x, directions(72, k).to(x), g) if k else None
+    x_rows, g_rows = ops.sample(x, g, sampling.sizes(g), 75, OFFSET, whole, backend)
+    drawn = (g_rows.double().T @ x_rows.double())[:80, :72]
+    rounded = relative_error(gradient(x, g, 75, backend, k), drawn)
+    assert rounded < 0.05
+    assert rounded < relative_error(drawn, g.double().T @ x.double()) / 2
+
+
+@BACKENDS
+def test_the_mean_of_many_gradients_is_the_exact_one_but_for_rounding(backend: str) -> None:
+    x, g = matrices(256, 24, 32)
+    times = 100
+    offsets = (torch.arange(times)[:, None] + torch.rand(times, 1, dtype=torch.float64)) / times
+    made = [gradient(x, g, 64, backend, offset=offset).double() for offset in offsets]
+    exact = g.double().T @ x.double()
+    assert sum(relative_error(one, exact) for one in made) / times > 0.1
+    # A row is rounded in the same way whenever it is drawn.
+    assert relative_error(torch.stack(made).mean(0), exact) < 0.05
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    ("tokens", "n", "m", "k"), [(1, 4, 3, 1), (90, 6, 8, 0), (300, 40, 150, 10), (1500, 300, 7, 75)]
+)
+def test_the_rows_equal_their_twins(
+    dtype: torch.dtype, tokens: int, n: int, m: int, k: int
+) -> None:
+    x = torch.randn(n, tokens, device=DEVICE).to(dtype).T  # column-major
+    g = torch.randn(tokens, m + 1, device=DEVICE).to(dtype)[:, 1:]
+    whole = sampling.whole(x, directions(n, k).to(dtype), g) if k else None
+    c = max(1, tokens // 3)
+    size, most = sampling.sizes(g), fp8.largest(x)
+    index, weight, units = sample.draw_with_units(size, c, OFFSET, most)
+    torch.testing.assert_close(units, fp8.units(size, most, c))
+    made = kernel.rows(x, g, index, weight, units, whole)
+    plain = fp8.rows(x, g, index, weight, units, whole)
+    wide = sampling.Whole(*(each.double() for each in whole)) if whole else None
+    x_truth, g_truth = sampling.rows(x.double(), g.double(), index, weight.double(), wide)
+    for ours, same, truth, unit in zip(made, plain, (x_truth, g_truth), units, strict=False):
+        assert ours.dtype == same.dtype == torch.float8_e4m3fn
+        assert ours.shape == same.shape == (truth.shape[1], fp8.padded(c))
+        assert ours.is_contiguous()
+        assert same.is_contiguous()
+        ours, same = ours.float() * unit, same.float() * unit
+        assert_implementation_error(ours[:, :c], same[:, :c], truth[:c].T)
+        assert not ours[:, c:].any()
+        assert not same[:, c:].any()
+    again = kernel.rows(x, g, index, weight, units, whole)
+    assert torch.equal(made.x.float(), again.x.float())
+    assert torch.equal(made.g.float(), again.g.float())
+
+
+def test_the_units_do_not_change_a_draw() -> None:
+    size = uneven(3000).float().to(DEVICE)
+    index, weight, _ = sample.draw_with_units(size, 700, OFFSET, size)
+    expected = sample.draw(size, 700, OFFSET)
+    assert torch.equal(index, expected[0])
+    assert torch.equal(weight, expected[1])
+
+
+@BACKENDS
+@pytest.mark.parametrize("spread", [0.0, 1.0, 4.0])
+def test_nothing_is_beyond_reach(backend: str, spread: float) -> None:
+    """Rows and weights of all sizes: alike, and with one that has nearly all."""
+    size = torch.exp(spread * torch.randn(512, 1, device=DEVICE))
+    x = (torch.randn(512, 32, device=DEVICE) * size.flip(0)).bfloat16()
+    g = (1e-6 * size * torch.randn(512, 48, device=DEVICE)).bfloat16()
+    for c in (3, 128, 500):
+        sizes, most = sampling.sizes(g), fp8.largest(x)
+        index, weight = sampling.draw(sizes, c, OFFSET)
+        units = fp8.units(sizes, most, c)
+        longest = (weight * sizes[index]).max()
+        assert longest <= units[1] * fp8.LARGEST
+        assert longest >= units[1] * fp8.LARGEST / 10  # nor is reach given away
+        drawn = g[index].double() * weight.double()[:, None]
+        made = gradient(x, g, c, backend)
+        assert relative_error(made, drawn.T @ x[index].double()) < 0.1
+
+
+@BACKENDS
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("place", ["x", "g"])
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # of the interpreter
+def test_what_overflowed_stays_visible(bad: float, backend: str, place: str) -> None:
+    """Loss scaling looks for it."""
+    x, g = matrices(64, 6, 5)
+    {"x": x, "g": g}[place][sampling.sizes(g).argmax(), 2] = bad  # of a token that is drawn
+    assert not gradient(x, g, 60, backend).isfinite().all()
+
+
+@BACKENDS
+def test_no_gradient_gives_none(backend: str) -> None:
+    x, g = torch.randn(64, 6, device=DEVICE), torch.zeros(64, 5, device=DEVICE)
+    for features in (x, torch.zeros_like(x)):
+        made = gradient(features.bfloat16(), g.bfloat16(), 16, backend)
+        assert torch.equal(made, torch.zeros(5, 6, device=DEVICE).bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "served"),
+    [
+        ((9, 0), torch.bfloat16, True),
+        ((8, 9), torch.float16, True),
+        ((8, 0), torch.bfloat16, False),
+        ((9, 0), torch.float32, False),
+    ],
+)
+def test_where_it_is_served(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], dtype: torch.dtype, served: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    assert fp8.is_served(torch.device("cuda"), dtype) == served
+    assert not fp8.is_served(torch.device("cpu"), dtype)
+
+
+@pytest.mark.parametrize("wanted", [None, True, False])
+@pytest.mark.parametrize("k", [0, 4])
+def test_the_method_uses_it_where_it_is_served(
+    monkeypatch: pytest.MonkeyPatch, wanted: bool | None, k: int
+) -> None:
+    x, g = matrices(64, 24, 32)
+    method = compressor(pamm.PammConfig("sampled", 1 / 2, directions=k, fp8=wanted))
+    method.prepare(24, DEVICE)
+    state = method.compress(x, Stream().draw)
+    monkeypatch.setattr(fp8, "is_served", lambda *_: False)
+    plain = method.weight_grad((*state, x), g)
+    monkeypatch.setattr(fp8, "is_served", lambda *_: True)
+    made = method.weight_grad((*state, x), g)
+    assert made.dtype == g.dtype
+    assert torch.equal(made, plain) == (wanted is False)
+    assert relative_error(made, plain) < 0.05
+
+
+def test_as_many_rows_as_tokens_are_not_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8, "is_served", lambda *_: True)
+    x, g = matrices(20, 6, 5)
+    method: Any = compressor(pamm.PammConfig("sampled", ratio=1.0))
+    assert torch.equal(method.weight_grad((torch.zeros(1), x), g), g.T @ x)
+
+
+def test_the_configuration_has_it() -> None:
+    config = pamm.PammConfig("sampled", 1 / 4, fp8=False)
+    assert pamm.PammConfig.from_dict(config.to_dict()) == config
+    assert dataclasses.replace(config, fp8=None) == pamm.PammConfig("sampled", 1 / 4)
+    with pytest.raises(pamm.PammError, match="give True or False"):
+        pamm.PammConfig("sampled", fp8=1)  # type: ignore[arg-type]
+    with pytest.raises(pamm.PammError, match="method 'sampled' alone has"):
+        pamm.PammConfig("pamm", fp8=True)
+    with pytest.raises(pamm.PammError, match="depends on the method"):
+        pamm.PammConfig(fp8=False)
