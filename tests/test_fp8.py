@@ -1,6 +1,7 @@
 """Drawn rows multiplied in 8 bits."""
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -148,7 +149,8 @@ def test_no_gradient_gives_none(backend: str) -> None:
 def test_where_it_is_served(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], dtype: torch.dtype, served: bool
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    properties = SimpleNamespace(major=capability[0], minor=capability[1])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     assert fp8.is_served(torch.device("cuda"), dtype) == served
     assert not fp8.is_served(torch.device("cpu"), dtype)
 

@@ -43,15 +43,13 @@ class Rows(NamedTuple):
     """What a 1 of x and of g stands for."""
 
 
-@torch.compiler.assume_constant_result  # the compiler cannot look up what a GPU is capable of
 def is_served(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether this device multiplies numbers of 8 bits, and 16 are what it has of G anyway."""
-    return (
-        device.type == "cuda"
-        and dtype in (torch.bfloat16, torch.float16)
-        and torch.version.hip is None
-        and torch.cuda.get_device_capability(device) >= (8, 9)
-    )
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16) or torch.version.hip:
+        return False
+    # Not get_device_capability: torch.compile cannot look into that one.
+    properties = torch.cuda.get_device_properties(device)
+    return (properties.major, properties.minor) >= (8, 9)
 
 
 def largest(x: Float[Tensor, "tokens n"]) -> Float[Tensor, " tokens"]:
