@@ -31,7 +31,7 @@ LAUNCHES = {
     # Forward, once for q, k and v: draw, gather, assign. Backward, for each of them, in place of
     # exact's product: segment sum, expansion.
     "pamm": (3, 1),
-    # Draw, and two for a number of it; sizes, draw and rows before a product, which may be two.
+    # Draw, and two for a number of it; sizes, what is largest in X, draw and rows before a product.
     "sampled": (3, 4),
     "recompute": (0, 0),
 }

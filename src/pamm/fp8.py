@@ -62,7 +62,14 @@ def units(
 ) -> Float[Tensor, " 2"]:
     """u_x and u_g, of the sizes of G's rows and what ``largest`` found in X's."""
     weighted = torch.maximum(size.max(), (1 + 2 * sampling.FLOOR) * size.sum() / c)
-    return (torch.stack((MARGIN * most.max(), weighted)) / LARGEST).clamp(min=sampling.TINY)
+    made = room_for_units(size)
+    torch.stack((MARGIN * most.max(), weighted), out=made)
+    return made.div_(LARGEST).clamp_(min=sampling.TINY)
+
+
+def room_for_units(like: Tensor) -> Float[Tensor, " 2"]:
+    """Two numbers 16 bytes apart: cuBLAS takes a scale from no other address."""
+    return like.new_empty(2, 16 // like.itemsize)[:, 0]
 
 
 def rows(

@@ -21,7 +21,7 @@ _COLUMNS = 64
 @triton.jit(do_not_specialize=["c"])
 def _rows_kernel(
     x_ptr, g_ptr, z_ptr, basis_ptr, index_ptr, weight_ptr, units_ptr, x_rows_ptr, g_rows_ptr,
-    c, n, m, k, pitch, x_row, x_col, g_row, g_col,
+    c, n, m, k, pitch, apart, x_row, x_col, g_row, g_col,
     PRECISION: tl.constexpr, OPERAND: tl.constexpr,
     SLOTS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -57,7 +57,7 @@ def _rows_kernel(
     else:
         column = (tl.program_id(1) - x_blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         weight = tl.load(weight_ptr + slot, mask=present, other=0.0)
-        weight = tl.div_rn(weight, tl.load(units_ptr + 1))
+        weight = tl.div_rn(weight, tl.load(units_ptr + apart))
         mask = present[:, None] & (column < m)[None, :]
         at = g_ptr + token[:, None] * g_row + column[None, :] * g_col
         value = tl.load(at, mask=mask, other=0.0).to(tl.float32) * weight[:, None]
@@ -80,7 +80,7 @@ def rows(
     g_rows = torch.empty(padded_columns(m), padded(c), dtype=dtype, device=g.device)
     _rows_kernel[(ceil_div(c, _SLOTS), ceil_div(n, _COLUMNS) + ceil_div(m, _COLUMNS))](
         x, g, z, basis, index, weight, units, x_rows, g_rows,
-        c, n, m, k, padded(c), *x.stride(), *g.stride(),
+        c, n, m, k, padded(c), units.stride(0), *x.stride(), *g.stride(),
         PRECISION=precision(x.dtype), OPERAND=operand(x.dtype),
         SLOTS=_SLOTS, BLOCK=_COLUMNS, BLOCK_K=min(64, max(16, power_of_2(k))) if k else 0,
     )  # fmt: skip

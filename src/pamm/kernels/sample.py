@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pamm.fp8 import LARGEST, MARGIN
+from pamm.fp8 import LARGEST, MARGIN, room_for_units
 from pamm.kernels.tiles import ceil_div, operand, power_of_2, precision
 from pamm.sampling import FLOOR, ROUNDS, TINY, UNIT, Whole, padded
 
@@ -27,7 +27,7 @@ _REST_COLUMNS = 128
 
 @triton.jit(do_not_specialize=["tokens", "c"])
 def _draw_kernel(
-    size_ptr, offset_ptr, most_ptr, index_ptr, weight_ptr, units_ptr, tokens, c,
+    size_ptr, offset_ptr, most_ptr, index_ptr, weight_ptr, units_ptr, tokens, c, apart,
     ROUNDS: tl.constexpr, FLOOR: tl.constexpr, TINY: tl.constexpr, UNIT: tl.constexpr,
     MARGIN: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr, OWN: tl.constexpr,
 ):  # fmt: skip
@@ -49,7 +49,7 @@ def _draw_kernel(
             longest = tl.maximum(longest, size)
         weighted = tl.maximum(tl.max(longest, 0), (1 + 2 * FLOOR) * total / c)
         tl.store(units_ptr, tl.maximum(tl.max(most, 0) * (MARGIN / LARGEST), TINY))
-        tl.store(units_ptr + 1, tl.maximum(weighted / LARGEST, TINY))
+        tl.store(units_ptr + apart, tl.maximum(weighted / LARGEST, TINY))
         return
     floor = FLOOR * (total / tokens) + TINY
     tau = (total + floor * tokens) / c
@@ -203,9 +203,10 @@ def _draw(
     tokens = len(size)
     index = torch.empty(c, dtype=torch.int64, device=size.device)
     weight = torch.empty(c, dtype=torch.float32, device=size.device)
-    units = torch.empty(2, dtype=torch.float32, device=size.device)
+    units = room_for_units(size)
     _draw_kernel[(ceil_div(tokens, _OWN) + (most is not None),)](
-        size, offset, size if most is None else most, index, weight, units, tokens, c,
+        size, offset, size if most is None else most, index, weight, units,
+        tokens, c, units.stride(0),
         ROUNDS=ROUNDS, FLOOR=FLOOR, TINY=TINY, UNIT=UNIT, MARGIN=MARGIN, LARGEST=LARGEST,
         BLOCK=_TOKENS, OWN=_OWN, num_warps=32, enable_fp_fusion=False,
     )  # fmt: skip
