@@ -11,6 +11,7 @@ expected squared error is
 here relative to sum_i ||x_i||^2 ||g_i||^2, which is about the noise that a batch has by itself.
 Where some directions of X enter whole, x_i is what is left of it; and so is g_i for directions of
 G, which the library does not have. Directions are those of another batch, as carried ones are.
+"rounding" is what 8 bits add to one draw, of X without directions.
 """
 
 import argparse
@@ -24,13 +25,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pamm import sampling
+from pamm import fp8, sampling
 from pamm.analysis.fidelity import record
 from pamm.analysis.plots import COLOURS, new_figure, png
 
 BLOCKS = (2, 8, 15, 22, 28)
 GROUPS = {"self_attn": ("q_proj", "k_proj", "v_proj"), "mlp": ("gate_proj", "up_proj")}
-SHARES = (1 / 8, 1 / 4, 1 / 3, 1 / 2)
+SHARES = (1 / 8, 1 / 4, 1 / 3, 1 / 2, 2 / 3, 3 / 4)
 DIRECTIONS = ((0, 0), (16, 0), (64, 0), (128, 0), (64, 16), (64, 64))
 """Of X and of G."""
 SEQUENCES, LENGTH = 12, 256
@@ -55,6 +56,15 @@ def noise(x: Tensor, g: Tensor, share: float) -> float:
     return float(((1 / q - 1) * x.square().sum(1) * g.square().sum(1)).sum())
 
 
+def rounding(x: Tensor, g: Tensor, share: float) -> float:
+    """The squared error that 8 bits add to the product of a draw."""
+    c, size = round(share * len(g)), sampling.sizes(g)
+    index, weight = sampling.draw(size, c, torch.tensor([0.5]))
+    rows = fp8.rows(x, g, index, weight, fp8.units(size, fp8.largest(x), c))
+    made = fp8.product(rows, torch.float32)[: g.shape[1], : x.shape[1]]
+    return float((made - (g[index] * weight[:, None]).T @ x[index]).square().sum())
+
+
 def measure(text: Path) -> list[dict[str, Any]]:
     """One record for each layer's name, share and number of directions, over all blocks."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -75,6 +85,7 @@ def measure(text: Path) -> list[dict[str, Any]]:
         for ids in batches(text, tokenizer)
     )
     total: dict[tuple[str, float, int, int], float] = {}
+    rounded: dict[tuple[str, float, int, int], float] = {}
     batch: dict[str, float] = {}
     for group, recorded in now.items():
         x, p = recorded.x, principal(earlier[group].x)
@@ -88,9 +99,12 @@ def measure(text: Path) -> list[dict[str, Any]]:
                 for share in SHARES:
                     key = layer, share, of_x, of_g
                     total[key] = total.get(key, 0.0) + noise(rest_x, rest_g, share)
+                    if not (of_x or of_g):
+                        rounded[key] = rounded.get(key, 0.0) + rounding(x, g, share)
     return [
-        {"layer": layer, "share": share, "x": of_x, "g": of_g, "noise": value / batch[layer]}
-        for (layer, share, of_x, of_g), value in total.items()
+        {"layer": key[0], "share": key[1], "x": key[2], "g": key[3], "noise": value / batch[key[0]]}
+        | ({"rounding": rounded[key] / batch[key[0]]} if key in rounded else {})
+        for key, value in total.items()
     ]
 
 
@@ -104,8 +118,11 @@ def plot(records: list[dict[str, Any]]) -> bytes:
             label = f"{of_x} directions of X, {of_g} of G"
             axes.plot([r["share"] for r in mine], [r["noise"] for r in mine],
                       "--o" if of_g else "-o", color=colour, label=label)  # fmt: skip
-        axes.set(xscale="log", yscale="log", ylim=(3e-3, 5), title=layer, xlabel="tokens drawn")
-        axes.set_xticks(SHARES, ["1/8", "1/4", "1/3", "1/2"])
+            if "rounding" in mine[0]:
+                axes.plot([r["share"] for r in mine], [r["rounding"] for r in mine],
+                          ":", color="grey", label="what 8 bits add")  # fmt: skip
+        axes.set(xscale="log", yscale="log", ylim=(5e-4, 5), title=layer, xlabel="tokens drawn")
+        axes.set_xticks(SHARES[:-1], ["1/8", "1/4", "1/3", "1/2", "2/3"])
         axes.minorticks_off()
         axes.grid(alpha=0.25)
     panels[0].set_ylabel("squared error, relative to a batch's own noise")

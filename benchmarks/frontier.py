@@ -34,7 +34,7 @@ OFFSETS = [(9, 0), (9, 9), (9, -9), (9, 18), (9, -18), (0, 11), (0, -18), (30, 2
 METHODS = ("recompute", "pamm", "subspace", "sampled", "uniform_crs", "compact")
 
 
-Kind = tuple[str, float, int, str]
+Kind = tuple[str, float, int, bool, str]
 
 
 class Point(NamedTuple):
@@ -102,7 +102,8 @@ def _trained(study: Study, folder: Path, cell: str, is_final: bool) -> dict[int,
 
 def kind(config: PammConfig, targets: str = "attention") -> Kind:
     """What a setting's time depends on."""
-    return config.method, config.ratio, config.directions or 0, targets
+    in_8_bits = config.method == "sampled" and config.fp8 is not False
+    return config.method, config.ratio, config.directions or 0, in_8_bits, targets
 
 
 def step_times(records: list[dict[str, Any]], shape: str) -> dict[Kind, float]:

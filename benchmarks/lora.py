@@ -12,7 +12,7 @@ arms share the base weights and take turns; first without, then with gradient ch
     lora_exact    pamm with method "exact": fp32 adapters share X in bf16, exact gradient
     lora_pamm     pamm, in the paper's form
     lora_recompute   pamm with method "recompute": X is made again in backward, exact gradient
-    lora_sampled     pamm's default: X is made again, the gradient is from half of the tokens
+    lora_sampled     pamm's default: X is made again, the gradient is from some of the tokens
     lora_bf16_recompute   adapters in bf16, and X is made again
 """
 

@@ -134,7 +134,7 @@ Method = Annotated[
     str | None,
     typer.Option(
         help="sampled, recompute, subspace, pamm, uniform_crs, compact or exact; pamm.convert's "
-        "default, sampled 1/2, if left out.",
+        "default, sampled 2/3, if left out.",
         show_default=False,
     ),
 ]

@@ -17,7 +17,7 @@ from pamm.errors import PammError
 
 METHODS = ("pamm", "subspace", "uniform_crs", "compact", "recompute", "sampled", "exact")
 DEFAULT_METHOD = "sampled"
-DEFAULT_RATIO = {"subspace": 3 / 8, "sampled": 1 / 2}
+DEFAULT_RATIO = {"subspace": 3 / 8, "sampled": 2 / 3}
 BACKENDS = ("auto", "triton", "torch")
 
 
@@ -31,14 +31,15 @@ class PammConfig:
             drop every other row: PAMM with tolerance 0), ``"compact"`` (keep random projections of
             the features), ``"recompute"`` (keep nothing: the norm that made X makes it again in
             backward, and the gradient is exact), ``"sampled"`` (the same, and of its rows only
-            some enter the gradient, drawn by the size of their tokens' gradients:
-            ``pamm.sampling``) or ``"exact"`` (keep X; the control in comparisons). ``"sampled"``
-            if left out: of what frees nearly all of X and is no slower than exact training on a
-            large model, it costs least (docs/quality.md).
+            some enter the gradient, drawn by the size of their tokens' gradients, but for layers
+            with fewer than half as many outputs as inputs: ``pamm.sampling``) or ``"exact"``
+            (keep X; the control in comparisons). ``"sampled"`` if left out: of what frees nearly
+            all of X and is no slower than exact training on a large model, it costs least
+            (docs/quality.md).
         ratio: r, the share of the b tokens kept as generators, 0 < r <= 1:
             k = min(b, max(1, ceil(r b))); 1/512 if left out. With ``"subspace"`` and ``"compact"``
             the share of the n features kept as directions; with ``"subspace"`` 3/8 if left out.
-            With ``"sampled"`` the share of the tokens drawn in backward, 1/2 if left out.
+            With ``"sampled"`` the share of the tokens drawn in backward, 2/3 if left out.
             ``"recompute"`` and ``"exact"`` have none. A string such as ``"1/512"`` is read as a
             fraction.
         tolerance: epsilon of the paper's eq. 3, relative to a row's norm: a row is kept if
@@ -46,9 +47,8 @@ class PammConfig:
             paper found best; 0 keeps the generators alone; 1 and above equal ``None``.
         directions: of ``"sampled"`` alone: the number of directions of X whose part of the
             gradient is taken from all tokens; at most a quarter of the n features, none if left
-            out. With 64 of them half of the tokens lose half as much, and a third as much as half
-            without, for more time (docs/quality.md). They follow X from step to step:
-            ``pamm.carried``.
+            out. With some of them fewer tokens serve, which pays for gate and up
+            (docs/quality.md). They follow X from step to step: ``pamm.carried``.
         fp8: of ``"sampled"`` alone: whether drawn rows are rounded to 8 bits (e4m3) where the GPU
             multiplies such numbers (compute capability 8.9 and above) and the gradient has 16:
             ``pamm.fp8``. Half of the time, for noise that is small beside a draw's. They are if
@@ -64,7 +64,7 @@ class PammConfig:
     Examples:
         >>> PammConfig("pamm", "1/128").generators(tokens=4096)
         32
-        >>> PammConfig() == PammConfig("sampled", ratio=1 / 2)
+        >>> PammConfig() == PammConfig("sampled", ratio=2 / 3)
         True
     """
 

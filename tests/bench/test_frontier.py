@@ -59,6 +59,7 @@ def test_a_step_is_timed_against_exact_of_the_same_run() -> None:
         record("pamm:1/128", 190.0, "new"),
         record("paper", 250.0, "new"),
         record("sampled:1/4", 170.0, "new"),
+        record("sampled:1/4:16bit", 220.0, "new"),
         record("sampled:1/4:64", 160.0, "new"),
         record("sampled:1/4:64+recompute", 150.0, "new"),
         record("exact+sampled:1/8:64", 180.0, "new"),
@@ -67,11 +68,12 @@ def test_a_step_is_timed_against_exact_of_the_same_run() -> None:
     ]
     assert step_times(records, "1B") == pytest.approx(
         {
-            ("pamm", 1 / 512, 0, "attention"): 90,
-            ("pamm", 1 / 128, 0, "attention"): 95,
-            ("sampled", 1 / 4, 0, "attention"): 85,
-            ("sampled", 1 / 4, 64, "attention"): 80,
-            ("sampled", 1 / 8, 64, "mlp"): 90,
+            ("pamm", 1 / 512, 0, False, "attention"): 90,
+            ("pamm", 1 / 128, 0, False, "attention"): 95,
+            ("sampled", 1 / 4, 0, True, "attention"): 85,
+            ("sampled", 1 / 4, 0, False, "attention"): 110,
+            ("sampled", 1 / 4, 64, True, "attention"): 80,
+            ("sampled", 1 / 8, 64, True, "mlp"): 90,
         }
     )
 
@@ -93,10 +95,10 @@ def test_races_give_times_too() -> None:
         | {"arm": "exact", "total_ms": 100.0},
     ]
     expected = {
-        ("sampled", 1 / 8, 64, "mlp"): 90,
-        ("pamm", 1 / 512, 0, "attention"): 75,
+        ("sampled", 1 / 8, 64, True, "mlp"): 90,
+        ("pamm", 1 / 512, 0, False, "attention"): 75,
     }
     assert step_times(records, "1B") == pytest.approx(expected)
     newer = records[-1] | {"arm": "exact+sampled:1/8:64", "total_ms": 95.0}
-    expected[("sampled", 1 / 8, 64, "mlp")] = 95  # a benchmark counts for more than a race
+    expected[("sampled", 1 / 8, 64, True, "mlp")] = 95  # a benchmark counts for more than a race
     assert step_times([*records, newer], "1B") == pytest.approx(expected)

@@ -128,9 +128,9 @@ def _breakdown_part(records: list[Record]) -> list[str]:
 
 def _is_own_ratio(arm: str) -> bool:
     """Whether a method is at the ratio that it has by default, which is not named, but for that of
-    the default method.
+    the default method: now, and before there were 8 bits.
     """
-    return ":" not in arm or arm == "sampled:1/2"
+    return ":" not in arm or arm in ("sampled:2/3", "sampled:1/2:16bit")
 
 
 def _speedups(records: list[Record]) -> dict[str, dict[str, float]]:

@@ -41,13 +41,13 @@ class Sampled(Carrying):
         return offset, (self.axes * sampling.unit(len(self.axes))).to(x.dtype)
 
     def weight_grad(self, state: State, grad: Float[Tensor, "tokens m"]) -> Float[Tensor, "m n"]:
-        """From as many tokens as ``config`` says."""
+        """From as many tokens as ``config`` says; from all of them where a draw does not pay."""
         offset, *basis, x = state
         c = self.config.generators(len(grad))
         # So many rows stand for X: no fewer than it has would take as long, and be less exact.
         rows = c + (basis[0].shape[1] if basis else 0)
         with ops.no_autocast(grad):
-            if rows >= len(grad):
+            if rows >= len(grad) or not sampling.pays(x.shape[1], grad.shape[1]):
                 return grad.T @ x.to(grad.dtype)
             # Not in the op: torch.compile has one z for q, k and v, and takes sizes as it makes G.
             whole = sampling.whole(x, basis[0], grad) if basis else None

@@ -259,8 +259,9 @@ def _change(value: float | None, base: float | None, is_base: bool = False) -> s
 def ratio_name(outcome: Outcome) -> str:
     """Of the figures' lines: method, and what else sets it apart from others of its ratio."""
     where = "" if outcome.layers == "q/k/v" else f" on {outcome.layers}"
-    directions = outcome.config.arms[0].config.directions
-    besides = f", {directions} directions" if directions else ""
+    config = outcome.config.arms[0].config
+    besides = f", {config.directions} directions" if config.directions else ""
+    besides += ", 8 bits" if config.fp8 else ""
     factor = f", {outcome.layers} rate x {outcome.lr_factor:g}" if outcome.lr_factor != 1 else ""
     return f"{outcome.method}{where}{besides}{factor}"
 
