@@ -102,8 +102,7 @@ def _trained(study: Study, folder: Path, cell: str, is_final: bool) -> dict[int,
 
 def kind(config: PammConfig, targets: str = "attention") -> Kind:
     """What a setting's time depends on."""
-    in_8_bits = config.method == "sampled" and config.fp8 is not False
-    return config.method, config.ratio, config.directions or 0, in_8_bits, targets
+    return config.method, config.ratio, config.directions or 0, bool(config.fp8), targets
 
 
 def step_times(records: list[dict[str, Any]], shape: str) -> dict[Kind, float]:
@@ -147,7 +146,8 @@ def title(studies: list[Study]) -> str:
     return (
         f"Studies {', '.join(study.name for study in studies)}: filled, {len(first.seeds)} seeds, "
         f"{final:,} steps; hollow, one seed, {short:,} steps\n"
-        "at their best rate (directions: at exact's), triangles with a quarter of it on q, k and v"
+        "at their best rate (directions, 8 bits: at exact's), triangles with a quarter of it on "
+        "q, k and v"
     )
 
 

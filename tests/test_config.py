@@ -12,7 +12,7 @@ from pamm.config import METHODS
 
 
 def test_the_default_is_what_costs_least_and_the_papers_form_has_its_recommendation() -> None:
-    assert PammConfig() == PammConfig("sampled", 1 / 2)
+    assert PammConfig() == PammConfig("sampled", 2 / 3, fp8=True)
     config = PammConfig("pamm")
     assert (config.ratio, config.tolerance) == (1 / 512, None)
 

@@ -131,16 +131,6 @@ def test_rows_no_fewer_than_tokens_give_the_exact_gradient(most: int, is_exact: 
     assert torch.equal(made, g.T @ x) == is_exact
 
 
-@pytest.mark.parametrize(("m", "is_exact"), [(19, True), (20, False), (80, False)])
-def test_layers_with_few_outputs_keep_the_exact_gradient(m: int, is_exact: bool) -> None:
-    """LoRA, and k and v of grouped queries: to find tokens takes longer than the product."""
-    x, g = torch.randn(60, 40), torch.randn(60, m)
-    method = compressor(pamm.PammConfig("sampled", ratio=1 / 2))
-    method.prepare(40, torch.device("cpu"))
-    made = method.weight_grad((*method.compress(x, Stream().draw), x), g)
-    assert torch.equal(made, g.T @ x) == is_exact
-
-
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")  # of the interpreter
@@ -257,23 +247,15 @@ class TestThroughConvert:
         model = Model()
         twin = copy.deepcopy(model)
         report = pamm.convert(twin, CONFIG, example=self.X)
-        assert "2 groups converted (sampled, ratio 1/4)" in str(report)
+        assert "not in 8 bits" in str(
+            dataclasses.replace(report, config=dataclasses.replace(CONFIG, fp8=False))
+        )
+        assert "2 groups converted (sampled, ratio 1/4, in 8 bits where the GPU can)" in str(report)
         assert [group.held_bytes(120) for group in report.converted] == [8, 8]
         exact, ours = self.gradients(model), self.gradients(twin)
         for name in exact:
             converted = any(f"{each}_proj.weight" in name for each in "qkv")
             assert torch.equal(exact[name], ours[name]) != converted, name
-
-    def test_the_report_names_layers_with_few_outputs(self) -> None:
-        model = Model()
-        report = pamm.convert(model, CONFIG, example=self.X)
-        assert "the gradient is exact" not in str(report)
-        wide = [dataclasses.replace(each, out_features=(16, 4, 4)) for each in report.converted]
-        report = dataclasses.replace(report, converted=tuple(wide))
-        note = "of layers 16 -> 4 the gradient is exact: with so few outputs no draw pays"
-        assert str(report).count(note) == 1
-        exact = dataclasses.replace(report, config=pamm.PammConfig("recompute"))
-        assert note not in str(exact)
 
     def test_directions_are_held_and_carried(self) -> None:
         model = Model()

@@ -12,16 +12,21 @@ import triton.language as tl
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from pamm.kernels import sample
+from pamm.kernels import fp8, sample
 
 dtype, k = sys.argv[1], int(sys.argv[2])
 constants = {
     "ROWS": 64, "BLOCK": 128, "BLOCK_K": 64 if k > 16 else 16, "TAIL": 64,
     "OPERAND": {"bf16": tl.bfloat16, "fp16": tl.float16, "fp32": tl.float32}[dtype],
-    "PRECISION": "ieee" if dtype == "fp32" else "tf32",
+    "PRECISION": "ieee" if dtype == "fp32" else "tf32", "SLOTS": fp8._SLOTS,
+    "ROUNDS": 4, "FLOOR": 1e-2, "TINY": 1e-30, "UNIT": 1 << 24, "MARGIN": 2.0, "LARGEST": 448.0,
+    "OWN": sample._OWN,
 } | ({"k": 1} if k == 1 else {})
-for kernel in (sample._rows_kernel, sample._rest_kernel):
-    types = {"index_ptr": "*i64", "weight_ptr": "*fp32"}
+wide = dict.fromkeys(("weight_ptr", "size_ptr", "most_ptr", "units_ptr"), "*fp32")
+wide |= {"index_ptr": "*i64", "offset_ptr": "*fp64"}
+narrow = {"x_rows_ptr": "*fp8e4nv", "g_rows_ptr": "*fp8e4nv"}
+for kernel in (sample._draw_kernel, sample._rows_kernel, sample._rest_kernel, fp8._rows_kernel):
+    types = wide | (narrow if kernel is fp8._rows_kernel else {})
     own = {name: value for name, value in constants.items() if name in kernel.arg_names}
     signature = {
         name: "constexpr" if name in own

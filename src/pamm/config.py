@@ -31,11 +31,10 @@ class PammConfig:
             drop every other row: PAMM with tolerance 0), ``"compact"`` (keep random projections of
             the features), ``"recompute"`` (keep nothing: the norm that made X makes it again in
             backward, and the gradient is exact), ``"sampled"`` (the same, and of its rows only
-            some enter the gradient, drawn by the size of their tokens' gradients, but for layers
-            with fewer than half as many outputs as inputs: ``pamm.sampling``) or ``"exact"``
-            (keep X; the control in comparisons). ``"sampled"`` if left out: of what frees nearly
-            all of X and is no slower than exact training on a large model, it costs least
-            (docs/quality.md).
+            some enter the gradient, drawn by the size of their tokens' gradients:
+            ``pamm.sampling``) or ``"exact"`` (keep X; the control in comparisons). ``"sampled"``
+            if left out: of what frees nearly all of X and is no slower than exact training on a
+            large model, it costs least (docs/quality.md).
         ratio: r, the share of the b tokens kept as generators, 0 < r <= 1:
             k = min(b, max(1, ceil(r b))); 1/512 if left out. With ``"subspace"`` and ``"compact"``
             the share of the n features kept as directions; with ``"subspace"`` 3/8 if left out.
@@ -49,10 +48,10 @@ class PammConfig:
             gradient is taken from all tokens; at most a quarter of the n features, none if left
             out. With some of them fewer tokens serve, which pays for gate and up
             (docs/quality.md). They follow X from step to step: ``pamm.carried``.
-        fp8: of ``"sampled"`` alone: whether drawn rows are rounded to 8 bits (e4m3) where the GPU
-            multiplies such numbers (compute capability 8.9 and above) and the gradient has 16:
-            ``pamm.fp8``. Half of the time, for noise that is small beside a draw's. They are if
-            left out; False keeps them in the gradient's dtype everywhere.
+        fp8: of ``"sampled"`` alone: whether drawn rows are rounded to 8 bits (e4m3) before they
+            are multiplied, which takes half of the time, where the GPU can (compute capability 8.9
+            and above) and the gradient has 16: ``pamm.fp8``. True if left out; with False they
+            keep the gradient's dtype on every device.
         seed: of the private stream that draws generators. The global random state is never used.
         backend: ``"auto"`` (Triton's kernels on a GPU, plain PyTorch elsewhere; the environment
             variable PAMM_BACKEND may decide), ``"triton"`` or ``"torch"``.
@@ -80,7 +79,7 @@ class PammConfig:
         object.__setattr__(self, "tolerance", _tolerance(self.tolerance))
         ratio = None if self.ratio is None else _ratio(self.ratio)
         if self.method is None:
-            for name in ("ratio", "tolerance", "directions", "fp8"):
+            for name in ("ratio", "tolerance", "directions"):
                 if (value := getattr(self, name)) is not None:
                     raise PammError(
                         f"{name} is {value}, but what it means depends on the method, and none "
@@ -95,7 +94,7 @@ class PammConfig:
                 f"with {self.method!r}."
             )
         object.__setattr__(self, "directions", self._directions())
-        self._check_fp8()
+        object.__setattr__(self, "fp8", self._fp8())
         check_backend(self.backend)
         if ratio is not None and self.is_exact:
             raise PammError(
@@ -124,14 +123,18 @@ class PammConfig:
         whole_number("directions", value, least=0)
         return value
 
-    def _check_fp8(self) -> None:
-        if not isinstance(self.fp8, bool | None):
-            raise PammError(f"fp8 is {self.fp8!r}; give True or False, or leave it out.")
-        if self.fp8 is not None and self.method != "sampled":
+    def _fp8(self) -> bool | None:
+        value = self.fp8
+        if not isinstance(value, bool | None):
+            raise PammError(f"fp8 is {value!r}; give True or False, or leave it out.")
+        if self.method == "sampled":
+            return value is not False
+        if value is False:  # True is what replacing the method of a configuration leaves
             raise PammError(
-                f"fp8 is {self.fp8}, which method 'sampled' alone has; leave it out with "
+                f"fp8 is {value}, which method 'sampled' alone has; leave it out with "
                 f"{self.method!r}."
             )
+        return None
 
     @property
     def is_exact(self) -> bool:

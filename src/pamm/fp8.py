@@ -3,14 +3,16 @@
     G_c.T @ X_c  ~  u_g u_x  E(G_c / u_g).T @ E(X_c / u_x)
 
 where E rounds to e4m3, 3 bits behind the first. Of independent rows that is noise of 4 % of their
-sum; a draw's is several times as much. And a draw makes the rows of G alike in size, by its
-weights, which is what 8 bits need. The units keep all numbers within e4m3's reach:
+sum; a draw's is several times as much. And a draw makes the rows of G more alike in size, since
+its weights lengthen the short ones, which is what 8 bits need. The units keep all of G within
+e4m3's reach, and of X what is no more than twice its largest number:
 
     u_x = 2 max_ij |x_ij| / 448
     u_g = max(max_i ||g_i||, (1 + 2 FLOOR) sum_i ||g_i|| / c) / 448
 
 since a drawn row times its weight is no longer than it was, or than tau, and tau no more than the
-second. Four and a half powers of ten below 448 rounding becomes coarser.
+second. Numbers more than 4.5 powers of ten below 448 are rounded more coarsely, and those 5.7 below
+to 0: where one token has most of all sizes, that is what the others pay.
 
 What lies in directions (``sampling.Whole``) has no noise, and is multiplied in its own dtype.
 """
@@ -29,9 +31,10 @@ from pamm.types import accumulation_dtype
 DTYPE = torch.float8_e4m3fn
 LARGEST = 448.0
 MARGIN = 2.0
-"""What X has besides its directions may be larger than X in a place, if not as a row."""
+"""A row of X less its part in the directions is no longer than it was, but one number of it may be
+larger."""
 ROWS = 16
-"""Of such multiples the multiplication takes."""
+"""So many drawn tokens, or a multiple, does the multiplication take."""
 
 
 class Rows(NamedTuple):

@@ -9,7 +9,7 @@
     pamm::decode       the matrix they stand for
     pamm::refresh      the directions that a subspace carries, now and then brought up to date
     pamm::sample       rows that stand for those of X and G, some drawn by the size of G's
-    pamm::sample_fp8   what is the product of such rows, rounded to 8 bits
+    pamm::sample_fp8   the product of such rows, which are rounded to 8 bits first
 
 To torch.compile, checkpointing policies and profilers each is one opaque unit. None of them waits
 for the device. All sums are taken in fp32 (fp64 for fp64), also under autocast.
@@ -318,8 +318,10 @@ def _sample_fp8(
     else:
         index, weight = sampling.draw(size, c, offset)
         rows = fp8.rows(x, g, index, weight, fp8.units(size, most, c), whole)
-    made = fp8.product(rows, g.dtype)[: g.shape[1], : x.shape[1]]
-    return made if whole is None else made.addmm_(whole.inner.T, whole.basis.T.to(g.dtype))
+    made = fp8.product(rows, g.dtype)
+    if whole is not None:
+        made[: g.shape[1], : x.shape[1]].addmm_(whole.inner.T, whole.basis.T.to(g.dtype))
+    return made
 
 
 @_fake("sample_fp8")
@@ -335,7 +337,7 @@ def _(
     inner: Tensor | None,
     backend: str,
 ) -> Tensor:
-    return g.new_empty(g.shape[1], x.shape[1])
+    return g.new_empty(sampling.padded(g.shape[1]), sampling.padded(x.shape[1]))
 
 
 def sample_fp8(
@@ -350,7 +352,8 @@ def sample_fp8(
 ) -> Tensor:
     """About G.T @ X (m, n): ``fp8.product`` of c tokens that ``sampling.draw`` drew by their sizes,
     and what ``whole`` has. ``most`` is what ``fp8.largest`` finds in X."""
-    return _sample_fp8(g, x, size, most, c, offset, *(whole or (None, None, None)), backend)
+    made = _sample_fp8(g, x, size, most, c, offset, *(whole or (None, None, None)), backend)
+    return made[: g.shape[1], : x.shape[1]]  # type: ignore[no-any-return]
 
 
 def no_autocast(tensor: Tensor) -> AbstractContextManager[object]:

@@ -12,7 +12,7 @@ from rich.table import Table
 from pamm.compressors import compressor
 from pamm.config import PammConfig
 from pamm.naming import merge_names, pattern
-from pamm.sampling import directions, pays
+from pamm.sampling import directions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,8 +110,8 @@ class Report:
             used = sorted({directions(most, group.in_features) for group in self.converted})
             settings += f", {' and '.join(map(str, used))} directions"
             settings += f" (of {most}: a quarter of X's features at most)" * (used != [most])
-        if config.fp8 is not None:
-            settings += f", fp8 {'on' if config.fp8 else 'off'}"
+        if config.method == "sampled":
+            settings += ", in 8 bits where the GPU can" if config.fp8 else ", not in 8 bits"
         table = Table(
             title=f"pamm: {len(self.converted)} groups converted ({settings}); bytes for "
             f"{tokens:,} tokens in one forward pass",
@@ -137,7 +137,7 @@ class Report:
         console.print(table)
         for name, reason in merge_skipped(self.skipped):
             console.print(f"skipped {name}: {reason}", markup=False, highlight=False)
-        for note in (*self._unconfirmed(), *self._exact_layers()):
+        for note in self._unconfirmed():
             console.print(note, markup=False, highlight=False)
         lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
         return "\n".join(line.rstrip() for line in lines)
@@ -171,23 +171,6 @@ class Report:
             for alike in names.values()
         ]
 
-    def _exact_layers(self) -> list[str]:
-        """Of ``"sampled"``: those with few outputs."""
-        if self.config.method != "sampled":
-            return []
-        few = sorted(
-            {
-                (group.in_features, width)
-                for group in self.converted
-                for width in group.out_features
-                if not pays(group.in_features, width)
-            }
-        )
-        if not few:
-            return []
-        widths = ", ".join(f"{n} -> {m}" for n, m in few)
-        return [f"of layers {widths} the gradient is exact: with so few outputs no draw pays"]
-
 
 def merge_skipped(skipped: Iterable[SkippedGroup]) -> list[tuple[str, str]]:
     """Names and reasons, of all blocks together."""
@@ -217,6 +200,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_ratio(ratio: float) -> str:
-    """0.0078125 -> '1/128'."""
+    """0.0078125 -> '1/128', 0.6666666666666666 -> '2/3'."""
     share = Fraction(ratio).limit_denominator(1 << 20)
-    return str(share) if share.numerator == 1 < share.denominator else f"{ratio:g}"
+    is_short = share.numerator == 1 < share.denominator or 1 < share.denominator < 10
+    return str(share) if is_short else f"{ratio:g}"

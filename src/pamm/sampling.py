@@ -82,14 +82,6 @@ def drawn(
     return index, weight
 
 
-def pays(n: int, m: int) -> bool:
-    """Whether a layer has outputs enough for its product to be thinned out. With fewer than half as
-    many as inputs (LoRA, k and v of grouped queries) that is small, and to find tokens and to take
-    their rows of X takes as long.
-    """
-    return 2 * m >= n
-
-
 def directions(most: int, n: int) -> int:
     """How many columns P has for n features: ``most``, and no more than a quarter of n."""
     return min(most, max(1, n // 4))

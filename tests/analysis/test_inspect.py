@@ -260,7 +260,7 @@ def test_the_command_prints_groups_settings_and_a_verdict(llama: str) -> None:
 @pytest.mark.parametrize("command", ["inspect", "plan"])
 def test_the_commands_know_directions(llama: str, command: str) -> None:
     result = call(command, llama, "--seq", "64", "--method", "sampled", "--directions", "8")
-    assert "sampled with ratio 1/2 and up to 8 directions" in " ".join(result.stdout.split())
+    assert "sampled with ratio 2/3 and up to 8 directions" in " ".join(result.stdout.split())
     result = call(command, llama, "--directions", "8")
     assert result.exit_code == 2
     assert "directions is 8, but what it means depends on the method" in result.stderr
@@ -269,9 +269,9 @@ def test_the_commands_know_directions(llama: str, command: str) -> None:
 @pytest.mark.parametrize("command", ["inspect", "plan"])
 def test_the_commands_begin_with_the_default_and_know_all_methods(llama: str, command: str) -> None:
     plain = " ".join(call(command, llama, "--seq", "64").stdout.split())
-    assert "sampled with ratio 1/2" in plain
+    assert "sampled with ratio 2/3" in plain
     shown = " ".join(call(command, "--help").stdout.split())
-    assert "default, sampled 1/2, if left out" in shown
+    assert "default, sampled 2/3, if left out" in shown
     for method in METHODS:
         assert f" {method}" in shown
     exact = call(command, llama, "--seq", "64", "--method", "recompute")

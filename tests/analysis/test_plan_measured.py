@@ -25,7 +25,7 @@ def runs(file: str, *arms: str) -> list[dict[str, Any]]:
 
 RUNS = [
     *runs("h100/steps.jsonl", "exact", "pamm"),
-    *runs("h200/speed.jsonl", "recompute", "sampled:1/2", "sampled:1/4"),
+    *runs("h200/speed.jsonl", "recompute", "sampled:1/2:16bit", "sampled:1/4:16bit"),
 ]
 
 
@@ -48,5 +48,5 @@ def test_a_peak_on_a_gpu_is_predicted(run: dict[str, Any], tmp_path: Path) -> No
 
 
 def test_there_are_such_runs() -> None:
-    arms = {"exact", "pamm", "recompute", "sampled:1/2", "sampled:1/4"}
+    arms = {"exact", "pamm", "recompute", "sampled:1/2:16bit", "sampled:1/4:16bit"}
     assert {run["arm"] for run in RUNS} == arms

@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import pamm
-from pamm import ops, sampling
+from pamm import fp8, ops, sampling
 from pamm.nn import groups
 from tests.helpers import Model, saved_bytes, saved_tensors
 
@@ -53,6 +53,38 @@ def test_sample_passes_opcheck(k: int) -> None:
     library.opcheck(
         torch.ops.pamm.sample.default, (g, x, sampling.sizes(g), 7, offset, *whole, "auto")
     )
+
+
+@pytest.mark.parametrize("n", [64, 72])
+@pytest.mark.parametrize("k", [0, 3])
+def test_sample_fp8_passes_opcheck(k: int, n: int) -> None:
+    x, g = torch.randn(60, n, device=DEVICE), torch.randn(60, 80, device=DEVICE)
+    x, g = x.bfloat16(), g.bfloat16()
+    offset = torch.rand(1, dtype=torch.float64, device=DEVICE)
+    basis = torch.randn(n, k, device=DEVICE).bfloat16()
+    whole = sampling.whole(x, basis, g) if k else (None, None, None)
+    arguments = (g, x, sampling.sizes(g), fp8.largest(x), 30, offset, *whole, "auto")
+    library.opcheck(torch.ops.pamm.sample_fp8.default, arguments)
+
+
+@pytest.mark.parametrize("directions", [0, 4])
+def test_drawn_rows_in_8_bits_compile(monkeypatch: pytest.MonkeyPatch, directions: int) -> None:
+    """Of widths that the multiplication wants padded."""
+    monkeypatch.setattr(fp8, "is_served", lambda device, dtype: True)  # as on a GPU that can
+    config = pamm.PammConfig("sampled", ratio=2 / 3, directions=directions)
+    eager, target = converted(config), converted(config)
+    compiled = torch.compile(target, fullgraph=True)
+    x = torch.randn(2, 20, 16, device=DEVICE)
+    gradients = []
+    for model in (eager, compiled):
+        with torch.autocast(DEVICE.type, torch.bfloat16):
+            y = model(x)
+        y.float().square().sum().backward()
+    for one, other in zip(eager.parameters(), target.parameters(), strict=True):
+        assert one.grad is not None
+        gradients.append((one.grad, other.grad))
+    # What bf16 rounds otherwise before it, 8 bits may round to another number.
+    assert all(torch.allclose(a, b, atol=0.2 * float(a.abs().max())) for a, b in gradients)  # type: ignore[arg-type]
 
 
 def test_project_passes_opcheck() -> None:

@@ -41,18 +41,18 @@ class Sampled(Carrying):
         return offset, (self.axes * sampling.unit(len(self.axes))).to(x.dtype)
 
     def weight_grad(self, state: State, grad: Float[Tensor, "tokens m"]) -> Float[Tensor, "m n"]:
-        """From as many tokens as ``config`` says; from all of them where a draw does not pay."""
+        """From as many tokens as ``config`` says."""
         offset, *basis, x = state
         c = self.config.generators(len(grad))
         # So many rows stand for X: no fewer than it has would take as long, and be less exact.
         rows = c + (basis[0].shape[1] if basis else 0)
         with ops.no_autocast(grad):
-            if rows >= len(grad) or not sampling.pays(x.shape[1], grad.shape[1]):
+            if rows >= len(grad):
                 return grad.T @ x.to(grad.dtype)
             # Not in the op: torch.compile has one z for q, k and v, and takes sizes as it makes G.
             whole = sampling.whole(x, basis[0], grad) if basis else None
             size, backend = sampling.sizes(grad), self.config.backend
-            if self.config.fp8 is not False and fp8.is_served(grad.device, grad.dtype):
+            if self.config.fp8 and fp8.is_served(grad.device, grad.dtype):
                 most = fp8.largest(x)
                 return ops.sample_fp8(x, grad, size, most, c, offset, whole, backend)
             x_rows, g_rows = ops.sample(x, grad, size, c, offset, whole, backend)

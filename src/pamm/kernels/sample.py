@@ -1,4 +1,5 @@
-"""Triton twin of ``sampling.draw`` and ``sampling.rows``: two launches, three with directions.
+"""Triton twin of ``sampling.draw`` and ``sampling.rows``: two launches, three with directions; and
+of ``fp8.units``, in the draw.
 
 The first looks for tau, walks along the shares and writes down the tokens that a step falls on. The
 second takes their rows; with directions, only those of G, and the third takes those of X, less what
@@ -44,12 +45,13 @@ def _draw_kernel(
         most, longest = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
         for start in range(0, tokens, BLOCK):
             present = start + lane < tokens
-            most = tl.maximum(most, tl.load(most_ptr + start + lane, mask=present, other=0.0))
+            most = _larger(most, tl.load(most_ptr + start + lane, mask=present, other=0.0))
             size = tl.load(size_ptr + start + lane, mask=present, other=0.0)
-            longest = tl.maximum(longest, size)
-        weighted = tl.maximum(tl.max(longest, 0), (1 + 2 * FLOOR) * total / c)
-        tl.store(units_ptr, tl.maximum(tl.max(most, 0) * (MARGIN / LARGEST), TINY))
-        tl.store(units_ptr + apart, tl.maximum(weighted / LARGEST, TINY))
+            longest = _larger(longest, size)
+        weighted = _larger(tl.reduce(longest, 0, _larger), (1 + 2 * FLOOR) * total / c)
+        most_of_all = tl.reduce(most, 0, _larger)
+        tl.store(units_ptr, _larger(most_of_all * (MARGIN / LARGEST), TINY))
+        tl.store(units_ptr + apart, _larger(weighted / LARGEST, TINY))
         return
     floor = FLOOR * (total / tokens) + TINY
     tau = (total + floor * tokens) / c
@@ -85,6 +87,12 @@ def _draw_kernel(
     for ahead in range(0, tl.max(count, 0)):
         tl.store(index_ptr + first + ahead, token.to(tl.int64), mask=ahead < count)
         tl.store(weight_ptr + first + ahead, weight, mask=ahead < count)
+
+
+@triton.jit
+def _larger(one, two):
+    """NaN if one of them is."""
+    return tl.maximum(one, two, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit

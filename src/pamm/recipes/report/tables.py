@@ -261,7 +261,7 @@ def ratio_name(outcome: Outcome) -> str:
     where = "" if outcome.layers == "q/k/v" else f" on {outcome.layers}"
     config = outcome.config.arms[0].config
     besides = f", {config.directions} directions" if config.directions else ""
-    besides += ", 8 bits" if config.fp8 else ""
+    besides += ", 16 bits" if config.fp8 is False else ""
     factor = f", {outcome.layers} rate x {outcome.lr_factor:g}" if outcome.lr_factor != 1 else ""
     return f"{outcome.method}{where}{besides}{factor}"
 

@@ -35,7 +35,7 @@ DELTA = 0.05
 ANALYSIS = "analysis.json"
 _MODEL = "config.json"
 _SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)  # of directions and of tokens
-_RATIOS_OF = {"subspace": (1 / 8, 3 / 8), "sampled": (1 / 8, 1 / 4, 1 / 2)}
+_RATIOS_OF = {"subspace": (1 / 8, 3 / 8), "sampled": (1 / 8, 1 / 4, 1 / 2, 2 / 3)}
 _PASS = 4096  # tokens that the model sees at a time
 _LONGEST = 1024
 
