@@ -1,6 +1,7 @@
 """Drawn rows multiplied in 8 bits."""
 
 import dataclasses
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
@@ -189,6 +190,27 @@ def test_where_it_is_served(
     assert not fp8.is_served(torch.device("cpu"), dtype)
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert not fp8.is_served(torch.device("cuda"), dtype)
+
+
+@pytest.mark.parametrize(
+    ("raised", "seen", "says"),
+    [
+        (RuntimeError("NOT_SUPPORTED"), pamm.PammError, r"\(NOT_SUPPORTED\).*fp8=False"),
+        (torch.OutOfMemoryError("full"), torch.OutOfMemoryError, "full"),
+    ],
+    ids=("cannot", "no room"),
+)
+def test_a_gpu_that_cannot_after_all_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, raised: Exception, seen: type[Exception], says: str
+) -> None:
+    def refuse(*_: Any, **__: Any) -> Tensor:
+        raise raised
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", refuse)
+    x = SimpleNamespace(is_cuda=True, T=None)
+    rows: Any = SimpleNamespace(x=x, g=None, units=torch.ones(2))
+    with pytest.raises(seen, match=says):
+        inspect.unwrap(fp8.product)(rows, torch.bfloat16)
 
 
 @pytest.mark.parametrize("wanted", [None, True, False])

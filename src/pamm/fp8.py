@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn.functional import ScalingType
 
 from pamm import sampling
+from pamm.errors import PammError
 from pamm.types import accumulation_dtype
 
 DTYPE = torch.float8_e4m3fn
@@ -91,12 +92,24 @@ def rows(
 
 
 def product(rows: Rows, dtype: torch.dtype) -> Float[Tensor, "padded_m padded_n"]:
-    """u_x u_g g @ x.T."""
+    """u_x u_g g @ x.T.
+
+    Raises:
+        PammError: if this GPU's libraries do not have it.
+    """
     if rows.x.is_cuda:
-        whole, (u_x, u_g) = ScalingType.TensorWise, rows.units
-        return F.scaled_mm(
-            rows.g, rows.x.T, u_g, whole, u_x, whole, output_dtype=dtype, use_fast_accum=True
-        )
+        one, (u_x, u_g) = ScalingType.TensorWise, rows.units
+        try:
+            return F.scaled_mm(
+                rows.g, rows.x.T, u_g, one, u_x, one, output_dtype=dtype, use_fast_accum=True
+            )
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, ValueError) as error:
+            raise PammError(
+                f"this GPU cannot multiply drawn rows in 8 bits ({error}). Convert with "
+                'PammConfig("sampled", ..., fp8=False).'
+            ) from error
     return (rows.g.float() @ rows.x.float().T * rows.units.prod()).to(dtype)
 
 
