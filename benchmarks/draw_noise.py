@@ -11,7 +11,8 @@ expected squared error is
 here relative to sum_i ||x_i||^2 ||g_i||^2, which is about the noise that a batch has by itself.
 Where some directions of X enter whole, x_i is what is left of it; and so is g_i for directions of
 G, which the library does not have. Directions are those of another batch, as carried ones are.
-"rounding" is what 8 bits add to one draw, of X without directions.
+"rounding" is what 8 bits add to one draw, of X without directions; "largest" the share of all sizes
+that the largest token has, which decides how coarse they are.
 """
 
 import argparse
@@ -87,11 +88,14 @@ def measure(text: Path) -> list[dict[str, Any]]:
     total: dict[tuple[str, float, int, int], float] = {}
     rounded: dict[tuple[str, float, int, int], float] = {}
     batch: dict[str, float] = {}
+    largest: dict[str, float] = {}
     for group, recorded in now.items():
         x, p = recorded.x, principal(earlier[group].x)
         for layer, g in recorded.grads.items():
             whole = float((x.square().sum(1) * g.square().sum(1)).sum())
             batch[layer] = batch.get(layer, 0.0) + whole
+            size = sampling.sizes(g)
+            largest[layer] = max(largest.get(layer, 0.0), float(size.max() / size.sum()))
             r = principal(earlier[group].grads[layer])
             for of_x, of_g in DIRECTIONS:
                 rest_x = x - x @ p[:, :of_x] @ p[:, :of_x].T
@@ -103,7 +107,11 @@ def measure(text: Path) -> list[dict[str, Any]]:
                         rounded[key] = rounded.get(key, 0.0) + rounding(x, g, share)
     return [
         {"layer": key[0], "share": key[1], "x": key[2], "g": key[3], "noise": value / batch[key[0]]}
-        | ({"rounding": rounded[key] / batch[key[0]]} if key in rounded else {})
+        | (
+            {"rounding": rounded[key] / batch[key[0]], "largest": largest[key[0]]}
+            if key in rounded
+            else {}
+        )
         for key, value in total.items()
     ]
 
