@@ -35,7 +35,7 @@ MARGIN = 2.0
 """A row of X less its part in the directions is no longer than it was, but one number of it may be
 larger."""
 ROWS = 16
-"""So many drawn tokens, or a multiple, does the multiplication take."""
+"""The multiplication takes multiples of so many drawn tokens."""
 
 
 class Rows(NamedTuple):
