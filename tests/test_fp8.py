@@ -15,7 +15,7 @@ from pamm.compressors import compressor
 from pamm.kernels import fp8 as kernel
 from pamm.kernels import sample
 from pamm.stream import Stream
-from tests.test_sampling import DEVICE, directions, uneven
+from tests.test_sampling import DEVICE, DTYPES, SHAPES, directions, laid_otherwise, uneven
 from tests.tolerances import assert_implementation_error, relative_error
 
 OFFSET = torch.tensor([0.37], dtype=torch.float64, device=DEVICE)
@@ -74,15 +74,12 @@ def test_the_mean_of_many_gradients_is_the_exact_one_but_for_rounding(backend: s
     assert relative_error(torch.stack(made).mean(0), exact) < 0.05
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize(
-    ("tokens", "n", "m", "k"), [(1, 4, 3, 1), (90, 6, 8, 0), (300, 40, 150, 10), (1500, 300, 7, 75)]
-)
+@DTYPES
+@SHAPES
 def test_the_rows_equal_their_twins(
     dtype: torch.dtype, tokens: int, n: int, m: int, k: int
 ) -> None:
-    x = torch.randn(n, tokens, device=DEVICE).to(dtype).T  # column-major
-    g = torch.randn(tokens, m + 1, device=DEVICE).to(dtype)[:, 1:]
+    x, g = laid_otherwise(dtype, tokens, n, m)
     whole = sampling.whole(x, directions(n, k).to(dtype), g) if k else None
     c = max(1, tokens // 3)
     size, most = sampling.sizes(g), fp8.largest(x)

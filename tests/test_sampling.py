@@ -20,6 +20,10 @@ from tests.tolerances import assert_implementation_error, relative_error
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CONFIG = pamm.PammConfig("sampled", ratio=1 / 4)
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+SHAPES = pytest.mark.parametrize(
+    ("tokens", "n", "m", "k"), [(1, 4, 3, 1), (90, 6, 8, 0), (300, 40, 150, 10), (1500, 300, 7, 75)]
+)
 
 
 def sampled(
@@ -37,6 +41,12 @@ def directions(n: int, k: int) -> Tensor:
     generator = torch.Generator().manual_seed(n)
     q = torch.linalg.qr(torch.randn(n, k, generator=generator).double())[0]
     return (q * sampling.unit(n)).to(DEVICE)
+
+
+def laid_otherwise(dtype: torch.dtype, tokens: int, n: int, m: int) -> tuple[Tensor, Tensor]:
+    """X column by column, and G with rows that are further apart than they are long."""
+    x = torch.randn(n, tokens, device=DEVICE).to(dtype).T
+    return x, torch.randn(tokens, m + 1, device=DEVICE).to(dtype)[:, 1:]
 
 
 def uneven(tokens: int) -> Tensor:
@@ -155,7 +165,7 @@ def test_small_numbers_of_fp16_do_not_overflow(backend: str) -> None:
     assert sampled(x, g.half(), 16, torch.tensor([0.3]), backend).isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@DTYPES
 @pytest.mark.parametrize(
     ("tokens", "m", "c"), [(1, 3, 1), (7, 5, 3), (300, 40, 75), (4200, 8, 1500), (9000, 4, 2500)]
 )
@@ -203,15 +213,12 @@ def test_draws_begin_in_steps_finer_than_the_share_of_any_token() -> None:
     assert abs(offsets.mean() - 1 / 2) < 0.05
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    ("tokens", "n", "m", "k"), [(1, 4, 3, 1), (90, 6, 8, 0), (300, 40, 150, 10), (1500, 300, 7, 75)]
-)
+@DTYPES
+@SHAPES
 def test_the_rows_equal_their_twins(
     dtype: torch.dtype, tokens: int, n: int, m: int, k: int
 ) -> None:
-    x = torch.randn(n, tokens, device=DEVICE).to(dtype).T  # column-major
-    g = torch.randn(tokens, m + 1, device=DEVICE).to(dtype)[:, 1:]
+    x, g = laid_otherwise(dtype, tokens, n, m)
     basis = directions(n, k).to(dtype)
     c = max(1, tokens // 3)
     index = torch.randint(tokens, (c,), device=DEVICE)

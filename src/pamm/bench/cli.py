@@ -30,8 +30,7 @@ Arms = Annotated[
         help="What to compare: exact, sampled (pamm.convert's default), recompute, pamm, paper "
         "(its own operations), subspace, uniform_crs, compact; methods also with a ratio, and "
         "sampled with directions: sampled:1/3:64, or not in 8 bits: sampled:1/3:16bit. After a + "
-        "that of gate and up: "
-        "recompute+sampled:1/8:128."
+        "that of gate and up: recompute+sampled:1/8:128."
     ),
 ]
 Shapes = Annotated[

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pamm.fp8 import DTYPE, Rows, padded, rounded
+from pamm.kernels.sample import in_directions
 from pamm.kernels.tiles import ceil_div, interpreted, operand, power_of_2, precision
 from pamm.sampling import Whole
 from pamm.sampling import padded as padded_columns
@@ -37,21 +38,10 @@ def _rows_kernel(
         at = x_ptr + token[:, None] * x_row + column[None, :] * x_col
         value = tl.load(at, mask=mask, other=0.0).to(tl.float32)
         if BLOCK_K > 0:
-            known = tl.zeros((SLOTS, BLOCK), tl.float32)
-            for start in range(0, k, BLOCK_K):
-                j = start + tl.arange(0, BLOCK_K)
-                z = tl.load(
-                    z_ptr + token[:, None] * k + j[None, :],
-                    mask=present[:, None] & (j < k)[None, :], other=0.0,
-                )  # fmt: skip
-                basis = tl.load(
-                    basis_ptr + column[:, None] * k + j[None, :],
-                    mask=(column < n)[:, None] & (j < k)[None, :], other=0.0,
-                )  # fmt: skip
-                known = tl.dot(
-                    z.to(OPERAND), tl.trans(basis).to(OPERAND), known, input_precision=PRECISION
-                )
-            value -= known
+            value -= in_directions(
+                z_ptr, basis_ptr, token, present, column, column < n, k,
+                PRECISION, OPERAND, SLOTS, BLOCK, BLOCK_K,
+            )  # fmt: skip
         value *= tl.div_rn(1.0, tl.load(units_ptr))
         to = x_rows_ptr
     else:

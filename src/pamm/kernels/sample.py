@@ -146,6 +146,28 @@ def _copy(at, to, start, BLOCK: tl.constexpr, present, end, to_end, stride, weig
     tl.store(to + column, value.to(to.dtype.element_ty), mask=present & (column < to_end))
 
 
+@triton.jit
+def in_directions(
+    z_ptr, basis_ptr, token, present, column, inside, k,
+    PRECISION: tl.constexpr, OPERAND: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """P z of some tokens, in some columns: (ROWS, BLOCK) in fp32."""
+    known = tl.zeros((ROWS, BLOCK), tl.float32)
+    for start in range(0, k, BLOCK_K):
+        j = start + tl.arange(0, BLOCK_K)
+        z = tl.load(
+            z_ptr + token[:, None] * k + j[None, :],
+            mask=present[:, None] & (j < k)[None, :], other=0.0,
+        )  # fmt: skip
+        basis = tl.load(
+            basis_ptr + column[:, None] * k + j[None, :],
+            mask=inside[:, None] & (j < k)[None, :], other=0.0,
+        )  # fmt: skip
+        known = tl.dot(z.to(OPERAND), tl.trans(basis).to(OPERAND), known, input_precision=PRECISION)
+    return known
+
+
 @triton.jit(do_not_specialize=["c"])
 def _rest_kernel(
     x_ptr, z_ptr, basis_ptr, inner_ptr, index_ptr, x_rows_ptr, g_rows_ptr,
@@ -171,20 +193,10 @@ def _rest_kernel(
         slot = (tl.program_id(0) - first) * ROWS + lane
         present, inside = slot < c, column < n
         token = tl.load(index_ptr + slot, mask=present, other=0)
-        known = tl.zeros((ROWS, BLOCK), tl.float32)
-        for start in range(0, k, BLOCK_K):
-            j = start + tl.arange(0, BLOCK_K)
-            z = tl.load(
-                z_ptr + token[:, None] * k + j[None, :],
-                mask=present[:, None] & (j < k)[None, :], other=0.0,
-            )  # fmt: skip
-            basis = tl.load(
-                basis_ptr + column[:, None] * k + j[None, :],
-                mask=inside[:, None] & (j < k)[None, :], other=0.0,
-            )  # fmt: skip
-            known = tl.dot(
-                z.to(OPERAND), tl.trans(basis).to(OPERAND), known, input_precision=PRECISION
-            )
+        known = in_directions(
+            z_ptr, basis_ptr, token, present, column, inside, k,
+            PRECISION, OPERAND, ROWS, BLOCK, BLOCK_K,
+        )  # fmt: skip
         mask = present[:, None] & inside[None, :]
         at = x_ptr + token[:, None] * x_row + column[None, :] * x_col
         rest = tl.load(at, mask=mask, other=0.0).to(tl.float32) - known
