@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
+from pamm.analysis import plots
 from pamm.bench.arms import make_arms
 from pamm.bench.model import SIZES, build
 from pamm.bench.op import METHODS, Shape, bench_op, block
@@ -19,6 +21,7 @@ from pamm.config import PammConfig
 from pamm.errors import PammError
 from pamm.nn import groups
 from pamm.recompute import recomputed_groups
+from pamm.report import format_ratio
 from tests.tolerances import relative_error
 
 CPU = torch.device("cpu")
@@ -186,6 +189,23 @@ def test_a_report_compares_arms_of_one_run(tmp_path: Path) -> None:
     page = (tmp_path / "docs" / "benchmarks.md").read_text()
     ratios = {row.split(" | ")[4]: row.split(" | ")[8] for row in page.splitlines() if "x 8" in row}
     assert ratios == {"exact": "1.000", "pamm": "2.000", "paper": "0.500"}
+
+
+def test_the_picture_shows_each_method_as_it_is_by_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = {"benchmark": "model", "device": "x", "model": "1B", "layers": 1, "tokens": 8}
+    case |= {"compiled": True, "commit": "one", "tokens_per_s": 1.0, "total_ms": 2.0}
+    own = ["recompute", "recompute+recompute", f"sampled:{format_ratio(PammConfig().ratio)}"]
+    others = ["sampled:1/3", "sampled:1/2", "subspace:1/8", "exact+sampled:2/3"]
+    before = ["sampled:1/2:16bit"]
+    arms = ["exact", *own, *others, *before]
+    append(tmp_path / "all.jsonl", [case | {"arm": arm} for arm in arms])
+    shown: dict[str, dict[str, float]] = {}
+    monkeypatch.setattr(plots, "speed_bars", lambda bars: shown.update(bars) or Figure())
+    write_report(tmp_path, tmp_path / "docs")
+    (bars,) = shown.values()
+    assert sorted(bars) == sorted([*own, *before])
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
-from pamm.bench.arms import place
+from pamm.bench.arms import arm_config, place
 from pamm.bench.records import Record, load
+from pamm.config import PammConfig
 from pamm.errors import PammError
 from pamm.report import format_bytes
 
@@ -130,7 +131,9 @@ def _is_own_ratio(arm: str) -> bool:
     """Whether a method is at the ratio that it has by default, which is not named, but for that of
     the default method: now, and before there were 8 bits.
     """
-    return ":" not in arm or arm in ("sampled:2/3", "sampled:1/2:16bit")
+    if ":" not in arm or arm == "sampled:1/2:16bit":
+        return True
+    return "+" not in arm and arm_config(arm) == PammConfig()
 
 
 def _speedups(records: list[Record]) -> dict[str, dict[str, float]]:

@@ -259,6 +259,9 @@ class TestSettings:
         assert VlmArm.from_dict("a", half.to_dict(), 0) == half
         values = {"method": "pamm", "ratio": "1/512", "vision": {"method": "exact"}}
         assert VlmArm.from_dict("a", values, 0).vision == EXACT
+        values = {"method": "sampled", "fp8": False, "vision": {"method": "subspace"}}
+        assert VlmArm.from_dict("a", values, 0).vision == pamm.PammConfig("subspace")
+        values = {"method": "pamm", "ratio": "1/512"}
         strict = values | {"vision": {"method": "pamm", "tolerance": 0.5}}
         assert VlmArm.from_dict("a", strict, 0).vision == pamm.PammConfig("pamm", 1 / 512, 0.5)
 
