@@ -101,7 +101,7 @@ def product(rows: Rows, dtype: torch.dtype) -> Float[Tensor, "padded_m padded_n"
         one, (u_x, u_g) = ScalingType.TensorWise, rows.units
         try:
             return F.scaled_mm(
-                rows.g, rows.x.T, u_g, one, u_x, one, output_dtype=dtype, use_fast_accum=True
+                rows.g, rows.x.T, u_g, one, u_x, one, output_dtype=dtype, use_fast_accum=False
             )
         except torch.OutOfMemoryError:
             raise
