@@ -34,7 +34,7 @@ LARGEST = 448.0
 MARGIN = 2.0
 """A row of X less its part in the directions is no longer than it was, but one number of it may be
 larger."""
-ROWS = 16
+ROWS = 128
 """The multiplication takes multiples of so many drawn tokens."""
 
 
