@@ -33,7 +33,7 @@ test: lint docs
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -o addopts=-ra tests/compiled  # by itself: the compiler cannot trace shape checks
 
 H200 := benchmarks/results/h200
-STUDIES := 60m 60m-beta2-0.999 60m-finals 60m-figures 60m-rates 350m 350m-long glue-minilm vlm-drawn
+STUDIES := 60m 60m-beta2-0.999 60m-finals 60m-figures 60m-rates 60m-shape-short 350m 350m-long glue-minilm vlm-drawn
 
 pages: $(STAMP)
 	$(BIN)/pamm bench report

@@ -68,7 +68,7 @@ def rows(
     dtype = torch.float32 if interpreted() else DTYPE
     x_rows = torch.empty(padded_columns(n), padded(c), dtype=dtype, device=x.device)
     g_rows = torch.empty(padded_columns(m), padded(c), dtype=dtype, device=g.device)
-    _rows_kernel[(ceil_div(c, _SLOTS), ceil_div(n, _COLUMNS) + ceil_div(m, _COLUMNS))](
+    _rows_kernel[(ceil_div(padded(c), _SLOTS), ceil_div(n, _COLUMNS) + ceil_div(m, _COLUMNS))](
         x, g, z, basis, index, weight, units, x_rows, g_rows,
         c, n, m, k, padded(c), units.stride(0), *x.stride(), *g.stride(),
         PRECISION=precision(x.dtype), OPERAND=operand(x.dtype),

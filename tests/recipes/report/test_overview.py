@@ -111,6 +111,7 @@ def test_shapes_are_compared_row_by_row(base: Outcome) -> None:
         outcomes.append(variant(base, f"exact {batch}", exact, method="exact", run=run))
         outcomes.append(variant(base, f"pamm {batch}", approximate, run=run))
     assert tables.is_shape_study(outcomes)
+    assert set(pictures("s", outcomes, {})) == {"s shape"}
     made = cells(tables.shape_table(outcomes))
     assert (made["512"]["change"], made["512"]["paper: change"]) == ("+10.0%", "+4.8%")
     assert (made["8"]["change"], made["8"]["paper: change"]) == ("+1.0%", "")

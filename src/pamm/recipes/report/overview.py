@@ -116,11 +116,12 @@ def _source(source: str, outcomes: list[Outcome], found: Found) -> Section:
     from pamm.recipes.report.pictures import pictures
 
     first = outcomes[0]
-    config = first.config
+    config, shapes = first.config, is_shape_study(outcomes)
+    step = "" if shapes else f" of {config.tokens_per_step:,} tokens"
     section = Section(
         f"{source}: LLaMA {first.size}",
         [
-            f"{config.steps:,} steps of {config.tokens_per_step:,} tokens, "
+            f"{config.steps:,} steps{step}, "
             f"{config.tokens_per_pass:,} in one forward pass, on {first.device}. "
             + (
                 "Each row at the best learning rate of the same grid."
@@ -135,7 +136,6 @@ def _source(source: str, outcomes: list[Outcome], found: Found) -> Section:
             f"Not finished: {progress.left} training(s) of this study can begin, and others may "
             "follow. A row is of the seeds it says."
         )
-    shapes = is_shape_study(outcomes)
     section.tables.append(shape_table(outcomes) if shapes else results_table(outcomes))
     if progress and not shapes:
         section.tables.append(tuning_table(outcomes, progress))

@@ -1,5 +1,6 @@
 """The pictures of a run or a study, as far as what was trained gives them."""
 
+import math
 from collections.abc import Callable
 
 from matplotlib.figure import Figure
@@ -9,19 +10,24 @@ from pamm.analysis.plots import png
 from pamm.analysis.study_plots import Point
 from pamm.recipes.pretraining.results import perplexity
 from pamm.recipes.report.collect import Curve, Outcome, Tuning
-from pamm.recipes.report.tables import exact_of, is_shape_study, ratio_name, tolerance_name
+from pamm.recipes.report.tables import (
+    exact_of,
+    is_shape_study,
+    ratio_name,
+    shape_of,
+    tolerance_name,
+)
 
 
 def pictures(source: str, outcomes: list[Outcome], tuning: Tuning) -> dict[str, bytes]:
     """PNG files, by a name that says what is on them."""
-    made = {}
-    if not is_shape_study(outcomes):
-        made |= _curves(source, outcomes)
-    exact = None if is_shape_study(outcomes) else exact_of(outcomes)
+    shapes = is_shape_study(outcomes)
+    made = _shapes(source, outcomes) if shapes else _curves(source, outcomes)
+    exact = None if shapes else exact_of(outcomes)
     level = None if exact is None else _point(0, exact)
     kept = [each for each in outcomes if each.method != "exact" and each.tolerance is None]
     paper_form = [each for each in kept if each.method == "pamm"]
-    if len({each.ratio for each in paper_form}) > 1 and not is_shape_study(outcomes):
+    if len({each.ratio for each in paper_form}) > 1 and not shapes:
         made["ratio"] = study_plots.with_errors(
             _series(paper_form, ratio_name, lambda each: each.ratio),
             level, "ratio r = k / b (log scale)", f"Perplexity over the ratio: {source}",
@@ -93,6 +99,17 @@ def _curves(source: str, outcomes: list[Outcome]) -> dict[str, Figure]:
             f"Perplexity over time, {outcomes[0].device}: {source}",
         )  # fmt: skip
     return made
+
+
+def _shapes(source: str, outcomes: list[Outcome]) -> dict[str, Figure]:
+    """Perplexity of every method by batch and sequence, the fewest tokens a step first."""
+    order = sorted(set(map(shape_of, outcomes)), key=lambda shape: (math.prod(shape), shape))
+    figure = study_plots.with_errors(
+        _series(outcomes, lambda each: each.method, lambda each: order.index(shape_of(each))),
+        None, "sequences of a step x tokens of each", f"Perplexity by batch and sequence: {source}",
+        ticks=[f"{batch} x {sequence:,}" for batch, sequence in order],
+    )  # fmt: skip
+    return {"shape": figure}
 
 
 def _series(

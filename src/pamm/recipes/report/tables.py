@@ -25,7 +25,7 @@ def by_source(outcomes: list[Outcome]) -> dict[str, list[Outcome]]:
 
 def is_shape_study(outcomes: list[Outcome]) -> bool:
     """Whether batch or sequence differ, so that there is not one exact training for all."""
-    return len({_shape(outcome) for outcome in outcomes}) > 1
+    return len({shape_of(outcome) for outcome in outcomes}) > 1
 
 
 def exact_of(outcomes: list[Outcome]) -> Outcome | None:
@@ -97,8 +97,8 @@ def shape_table(outcomes: list[Outcome]) -> Table:
     """Exact against PAMM for each batch size and sequence length, and the paper's rows."""
     numbers, rows = paper()["shape"], []
     published = {(row["batch"], row["sequence"]): row for row in numbers["rows"]}
-    for shape in dict.fromkeys(map(_shape, outcomes)):
-        ours = [outcome for outcome in outcomes if _shape(outcome) == shape]
+    for shape in dict.fromkeys(map(shape_of, outcomes)):
+        ours = [outcome for outcome in outcomes if shape_of(outcome) == shape]
         exact, other = exact_of(ours), next((o for o in ours if o.method == "pamm"), None)
         theirs = published.get(shape, {})
         values = [
@@ -218,7 +218,8 @@ def with_spread(value: float | None, spread: float | None) -> str:
     return f"{value:,.2f}" + ("" if spread is None else f" ± {spread:.2g}")
 
 
-def _shape(outcome: Outcome) -> tuple[int, int]:
+def shape_of(outcome: Outcome) -> tuple[int, int]:
+    """Sequences of a step, and tokens of each."""
     return outcome.config.sequences_per_step, outcome.config.sequence_length
 
 
