@@ -122,7 +122,7 @@ def _source(source: str, outcomes: list[Outcome], found: Found) -> Section:
         f"{source}: LLaMA {first.size}",
         [
             f"{config.steps:,} steps{step}, "
-            f"{config.tokens_per_pass:,} in one forward pass, on {first.device}. "
+            f"{config.tokens_per_pass:,} tokens in one forward pass, on {first.device}. "
             + (
                 "Each row at the best learning rate of the same grid."
                 if first.tuned
