@@ -1,8 +1,14 @@
 """Small models, and measuring tools the tests share."""
 
+import contextlib
+import io
+import runpy
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
@@ -13,6 +19,7 @@ from pamm.nn import Pamm, is_pamm
 from pamm.sharing import Group
 
 NAMES = ("q_proj", "k_proj", "v_proj")
+ROOT = Path(__file__).parents[1]
 
 
 class Attention(nn.Module):
@@ -134,3 +141,17 @@ def strided(shape: tuple[int, ...], layout: str, dtype: torch.dtype) -> Tensor:
     if layout == "expanded" and len(shape) > 1:
         return torch.randn(1, *shape[1:], dtype=dtype).expand(shape)
     return torch.randn(shape, dtype=dtype)
+
+
+def run_script(name: str, *options: str) -> str:
+    """What an example or a benchmark prints, run in this process: in one of its own, importing the
+    libraries takes longer than a tiny model does.
+    """
+    path, out = str(ROOT / name), io.StringIO()
+    with (
+        mock.patch("sys.argv", [path, *options]),
+        contextlib.redirect_stdout(out),
+        warnings.catch_warnings(action="ignore"),
+    ):
+        runpy.run_path(path, run_name="__main__")
+    return out.getvalue()

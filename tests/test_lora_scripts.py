@@ -1,21 +1,13 @@
 """The example and the benchmark of LoRA run to their end on a tiny model."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.helpers import run_script
+
 pytest.importorskip("peft")
-ROOT = Path(__file__).parents[1]
-
-
-def run(script: str, *options: str) -> str:
-    command = [sys.executable, str(ROOT / script), *options]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def records(path: Path) -> list[dict[str, object]]:
@@ -25,8 +17,11 @@ def records(path: Path) -> list[dict[str, object]]:
 def test_example(tmp_path: Path) -> None:
     results = tmp_path / "results.jsonl"
     options = ("--tiny", "--steps", "2", "--tokens", "128", "--dtype", "bfloat16")
+    options += ("--results", str(results))
     for arm in ("lora", "lora_pamm", "qlora_pamm"):
-        out = run("examples/lora_smollm2.py", *options, "--arm", arm, "--results", str(results))
+        out = run_script(
+            "examples/lora_smollm2.py", *options, "--arm", arm, "--results", str(results)
+        )
         assert f"{arm} " in out
     exact, ours, four_bit = records(results)
     assert four_bit["kept_by_lora_A_bytes"] == ours["kept_by_lora_A_bytes"]
@@ -42,8 +37,8 @@ def test_example(tmp_path: Path) -> None:
 
 def test_memory_of_fine_tunings(tmp_path: Path) -> None:
     results = tmp_path / "results.jsonl"
-    run("benchmarks/finetune_memory.py", "roberta", str(results), "--tiny")
-    run("benchmarks/finetune_memory.py", "pixtral", str(results), "--tiny", "--repeats", "1")
+    run_script("benchmarks/finetune_memory.py", "roberta", str(results), "--tiny")
+    run_script("benchmarks/finetune_memory.py", "pixtral", str(results), "--tiny", "--repeats", "1")
     lines = records(results)
     exact, ours = lines[:2]
     assert exact["held_bytes"] == exact["paper_bytes"] == 2 * 16 * 64 * 64 * 4
@@ -65,7 +60,7 @@ def test_memory_of_fine_tunings(tmp_path: Path) -> None:
 
 def test_benchmark(tmp_path: Path) -> None:
     results = tmp_path / "results.jsonl"
-    run("benchmarks/lora.py", str(results), "--tiny", "--repeats", "1")
+    run_script("benchmarks/lora.py", str(results), "--tiny", "--repeats", "1")
     arms = [record["arm"] for record in records(results)]
     assert len(arms) == 2 * len(set(arms)) == 16
     for record in records(results):

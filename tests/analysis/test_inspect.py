@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import (
     BertConfig,
     FalconConfig,
@@ -22,7 +24,7 @@ from typer.testing import CliRunner, Result
 
 import pamm
 from pamm.analysis.inspect import inspect
-from pamm.analysis.plan import RATIOS, Plan, plan
+from pamm.analysis.plan import RATIOS, Plan, largest, plan
 from pamm.cli import app
 from pamm.config import METHODS
 
@@ -304,6 +306,38 @@ def test_the_largest_batch_fits_and_the_next_does_not(llama: str, config: pamm.P
         at, above = (getattr(each, field).peak for each in plans)
         assert at <= room < above
     assert found.batch_converted >= found.batch_exact
+
+
+@given(
+    lines=st.lists(st.tuples(st.integers(0, 10**9), st.integers(0, 10**10)), min_size=1),
+    slope=st.integers(1, 10**8),
+    room=st.integers(0, 10**12),
+)
+def test_the_largest_number_is_found_behind_every_bend(
+    lines: list[tuple[int, int]], slope: int, room: int
+) -> None:
+    """A peak is the highest of several lines; the last one makes it end somewhere."""
+    tried: dict[int, int] = {}
+
+    def size(number: int) -> int:
+        tried[number] = max(a * number + b for a, b in [*lines, (slope, 0)])
+        return tried[number]
+
+    found = largest(size, room)
+    assert found == 0 or size(found) <= room
+    assert size(found + 1) > room
+    assert len(tried) < 150
+
+
+def test_along_a_line_few_numbers_are_tried() -> None:
+    tried: set[int] = set()
+
+    def size(number: int) -> int:
+        tried.add(number)
+        return 7 + 3 * number
+
+    assert largest(size, 3008.5) == 1000
+    assert len(tried) < 8
 
 
 def test_nothing_fits(llama: str) -> None:

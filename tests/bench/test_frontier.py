@@ -2,12 +2,12 @@
 
 import json
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.helpers import run_script
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks/frontier.py"
@@ -18,15 +18,11 @@ FINALS = STUDY.with_name("60m-finals")
 def test_both_pictures_of_the_committed_studies(tmp_path: Path) -> None:
     results = STUDY.parents[1]
     speeds = [str(results / name) for name in ("speed.jsonl", "race-1b.jsonl")]
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(tmp_path), str(STUDY), str(FINALS), "--speeds", *speeds],
-        text=True,
-        capture_output=True,
-        check=True,
-        timeout=120,
+    out = run_script(
+        "benchmarks/frontier.py", str(tmp_path), str(STUDY), str(FINALS), "--speeds", *speeds
     )
     assert {path.name for path in tmp_path.iterdir()} == {"frontier-bytes.png", "frontier-time.png"}
-    line = next(line for line in done.stdout.splitlines() if line.startswith("pamm 1/256"))
+    line = next(line for line in out.splitlines() if line.startswith("pamm 1/256"))
     tries = [
         json.loads(p.read_text()) for p in (STUDY / "runs").glob("pamm-1-256/*1000/result.json")
     ]
@@ -39,7 +35,7 @@ def test_both_pictures_of_the_committed_studies(tmp_path: Path) -> None:
         (path,) = (FINALS / "runs").glob(f"{cell}/*_seed-{seed}/result.json")
         return json.loads(path.read_text())["perplexity"]
 
-    (line,) = (each for each in done.stdout.splitlines() if each.startswith("subspace 1/8  ")
+    (line,) = (each for each in out.splitlines() if each.startswith("subspace 1/8  ")
                and " final " in each)  # fmt: skip
     above = [100 * (of("subspace-1-8", seed) / of("exact", seed) - 1) for seed in range(3)]
     assert f" {sum(above) / 3:+.2f} " in line, "against exact of the same study and seed"

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.helpers import run_script
+
 SCRIPT = Path(__file__).parents[2] / "benchmarks/scaling.py"
 
 
@@ -32,8 +34,7 @@ def test_two_processes_measure_both_ways_and_both_arms(tmp_path: Path) -> None:
         assert record["tokens_per_s"] == pytest.approx(2 * 1024 / record["total_ms"] * 1e3)
 
     picture = tmp_path / "scaling.png"
-    plot = [sys.executable, str(SCRIPT), "plot", str(results), str(picture)]
-    subprocess.run(plot, check=True, timeout=60)
+    run_script("benchmarks/scaling.py", "plot", str(results), str(picture))
     assert picture.stat().st_size > 5000
 
 

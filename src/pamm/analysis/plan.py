@@ -183,44 +183,50 @@ def plan(
     if room is None:
         return found
 
-    def fits(config: PammConfig | None, batch: int) -> bool:
-        return predict(batch, config).peak <= USABLE * room
+    def peak(config: PammConfig | None, batch: int) -> int:
+        return predict(batch, config).peak
 
     found = dataclasses.replace(
         found,
         memory=room,
-        batch_exact=largest(functools.partial(fits, None)),
-        batch_converted=largest(functools.partial(fits, config)),
+        batch_exact=largest(functools.partial(peak, None), USABLE * room),
+        batch_converted=largest(functools.partial(peak, config), USABLE * room),
     )
     if config.method != "pamm":  # whose ratio is what a person would choose by memory
         return found
     ratios = [dataclasses.replace(config, ratio=ratio) for ratio in RATIOS]
-    best = largest(functools.partial(fits, ratios[-1]))
+    best = largest(functools.partial(peak, ratios[-1]), USABLE * room)
     few = [
         each
         for each in ratios
         if best and each.generators(predict(best, ratios[-1]).tokens) <= MOST_GENERATORS
     ]
-    chosen = next((each for each in few if fits(each, best)), ratios[-1])
+    chosen = next((each for each in few if peak(each, best) <= USABLE * room), ratios[-1])
     return dataclasses.replace(found, ratio=chosen.ratio if found.batch_converted else None)
 
 
-def largest(fits: Callable[[int], bool]) -> int:
-    """The largest number that fits, 0 if 1 does not; where one fits, all smaller ones do.
+def largest(size: Callable[[int], int], room: float) -> int:
+    """The largest number whose size is within ``room``, 0 if that of 1 is not.
+
+    Sizes grow, mostly along a line: where it leads is looked at first.
 
     Examples:
-        >>> largest(lambda number: number <= 37)
+        >>> largest(lambda number: 100 + 10 * number, 475)
         37
     """
-    if not fits(1):
+    if size(1) > room:
         return 0
-    low = 1
-    while fits(2 * low):
-        low *= 2
-    high = 2 * low
+    low, high = 1, 2
+    while size(high) <= room:
+        slope = (size(high) - size(low)) / (high - low)
+        ahead = int((room - size(high)) / slope) + 1 if slope else high
+        low, high = high, high + min(ahead, 15 * high)
+    halve = False  # every second time, lest a bend keep the other guess at one end
     while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        part = 1 / 2 if halve else (room - size(low)) / (size(high) - size(low))
+        guess = min(max(low + int(part * (high - low)), low + 1), high - 1)
+        low, high = (guess, high) if size(guess) <= room else (low, guess)
+        halve = not halve
     return low
 
 
