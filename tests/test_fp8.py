@@ -210,6 +210,15 @@ def test_a_gpu_that_cannot_after_all_says_what_to_do(
         inspect.unwrap(fp8.product)(rows, torch.bfloat16)
 
 
+def test_sums_are_in_fp32_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it costs otherwise is seen by ``test_long_sums_of_one_sign_are_not_cut_short`` there."""
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", lambda *_, **how: asked.update(how))
+    x = SimpleNamespace(is_cuda=True, T=None)
+    inspect.unwrap(fp8.product)(SimpleNamespace(x=x, g=None, units=torch.ones(2)), torch.bfloat16)
+    assert asked["use_fast_accum"] is False
+
+
 @pytest.mark.parametrize("wanted", [None, True, False])
 @pytest.mark.parametrize("k", [0, 4])
 def test_the_method_uses_it_where_it_is_served(
