@@ -32,7 +32,8 @@ from pamm.analysis.plots import COLOURS, new_figure, png
 
 BLOCKS = (2, 8, 15, 22, 28)
 GROUPS = {"self_attn": ("q_proj", "k_proj", "v_proj"), "mlp": ("gate_proj", "up_proj")}
-SHARES = (1 / 8, 1 / 4, 1 / 3, 1 / 2, 2 / 3, 3 / 4)
+SHARES = (1 / 8, 1 / 4, 1 / 3, 1 / 2, 2 / 3, 3 / 4, 1)
+"""Of 1, no noise is left, and rounding is what an exact product in 8 bits has."""
 DIRECTIONS = ((0, 0), (16, 0), (64, 0), (128, 0), (64, 16), (64, 64))
 """Of X and of G."""
 SEQUENCES, LENGTH = 12, 256
@@ -130,7 +131,7 @@ def plot(records: list[dict[str, Any]]) -> bytes:
                 axes.plot([r["share"] for r in mine], [r["rounding"] for r in mine],
                           ":", color="grey", label="what 8 bits add")  # fmt: skip
         axes.set(xscale="log", yscale="log", ylim=(5e-4, 5), title=layer, xlabel="tokens drawn")
-        axes.set_xticks(SHARES[:-1], ["1/8", "1/4", "1/3", "1/2", "2/3"])
+        axes.set_xticks((1 / 8, 1 / 4, 1 / 2, 1), ["1/8", "1/4", "1/2", "1"])
         axes.minorticks_off()
         axes.grid(alpha=0.25)
     panels[0].set_ylabel("squared error, relative to a batch's own noise")

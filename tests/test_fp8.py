@@ -237,11 +237,46 @@ def test_the_method_uses_it_where_it_is_served(
     assert relative_error(made, plain) < 0.05
 
 
-def test_as_many_rows_as_tokens_are_not_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+@BACKENDS
+@pytest.mark.parametrize("k", [0, 4])
+def test_of_all_tokens_none_is_drawn_and_the_gradient_is_exact_but_for_rounding(
+    monkeypatch: pytest.MonkeyPatch, backend: str, k: int
+) -> None:
+    x, g = matrices(300, 24, 30)
+    wide, rounded = (
+        compressor(pamm.PammConfig("sampled", 1, directions=k, fp8=on, backend=backend))
+        for on in (False, True)
+    )
+    rounded.prepare(24, DEVICE)
+    state = (*rounded.compress(x, Stream().draw), x)
+    monkeypatch.setattr(fp8, "is_served", lambda *_: False)
+    assert torch.equal(rounded.weight_grad(state, g), g.T @ x)
     monkeypatch.setattr(fp8, "is_served", lambda *_: True)
-    x, g = matrices(20, 6, 5)
-    method: Any = compressor(pamm.PammConfig("sampled", ratio=1.0))
-    assert torch.equal(method.weight_grad((torch.zeros(1), x), g), g.T @ x)
+    assert torch.equal(wide.weight_grad(state, g), g.T @ x)
+    made = rounded.weight_grad(state, g)
+    assert 0 < relative_error(made, g.double().T @ x.double()) < 0.05
+    other = (torch.full_like(state[0], 0.9), *state[1:])
+    assert torch.equal(made, rounded.weight_grad(other, g)), "of the draw it knows nothing"
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 2])
+def test_a_few_tokens(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
+    """Two thirds of two are two."""
+    monkeypatch.setattr(fp8, "is_served", lambda *_: True)
+    x, g = torch.ones(tokens, 6).bfloat16(), torch.ones(tokens, 5).bfloat16()
+    made = compressor(pamm.PammConfig()).weight_grad((torch.zeros(1).double(), x), g)
+    torch.testing.assert_close(made, g.T @ x, rtol=0.1, atol=0)
+
+
+def test_with_directions_as_many_rows_as_tokens_are_not_rounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fp8, "is_served", lambda *_: True)
+    x, g = matrices(20, 16, 5)
+    method = compressor(pamm.PammConfig("sampled", 4 / 5, directions=4))
+    method.prepare(16, DEVICE)
+    state = method.compress(x, Stream().draw)
+    assert torch.equal(method.weight_grad((*state, x), g), g.T @ x)
 
 
 def test_the_configuration_has_it() -> None:

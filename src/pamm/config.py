@@ -38,7 +38,8 @@ class PammConfig:
         ratio: r, the share of the b tokens kept as generators, 0 < r <= 1:
             k = min(b, max(1, ceil(r b))); 1/512 if left out. With ``"subspace"`` and ``"compact"``
             the share of the n features kept as directions; with ``"subspace"`` 3/8 if left out.
-            With ``"sampled"`` the share of the tokens drawn in backward, 2/3 if left out.
+            With ``"sampled"`` the share of the tokens drawn in backward, 2/3 if left out; of 1
+            nothing is drawn, and the gradient is exact but for the rounding (``fp8``).
             ``"recompute"`` and ``"exact"`` have none. A string such as ``"1/512"`` is read as a
             fraction.
         tolerance: epsilon of the paper's eq. 3, relative to a row's norm: a row is kept if

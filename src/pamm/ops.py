@@ -309,16 +309,11 @@ def _sample_fp8(
     backend: str,
 ) -> Tensor:
     whole = None if z is None else sampling.Whole(z, basis, inner)  # type: ignore[arg-type]
+    twin: Any = fp8
     if _use_triton(g, backend):
-        from pamm.kernels import fp8 as kernel
-        from pamm.kernels import sample
-
-        index, weight, units = sample.draw_with_units(size, c, offset, most)
-        rows = kernel.rows(x, g, index, weight, units, whole)
-    else:
-        index, weight = sampling.draw(size, c, offset)
-        rows = fp8.rows(x, g, index, weight, fp8.units(size, most, c), whole)
-    made = fp8.product(rows, g.dtype)
+        from pamm.kernels import fp8 as twin
+    draw = fp8.all_with_units if c == len(size) else twin.draw_with_units
+    made = fp8.product(twin.rows(x, g, *draw(size, c, offset, most), whole), g.dtype)
     if whole is not None:
         made[: g.shape[1], : x.shape[1]].addmm_(whole.inner.T, whole.basis.T.to(g.dtype))
     return made
@@ -340,7 +335,8 @@ def sample_fp8(
     backend: str = "auto",
 ) -> Tensor:
     """About G.T @ X (m, n): ``fp8.product`` of c tokens that ``sampling.draw`` drew by their sizes,
-    and what ``whole`` has. ``most`` is what ``fp8.largest`` finds in X."""
+    or of all if c are all there are, and what ``whole`` has. ``most`` is what ``fp8.largest`` finds
+    in X."""
     made = _sample_fp8(g, x, size, most, c, offset, *(whole or (None, None, None)), backend)
     return made[: g.shape[1], : x.shape[1]]  # type: ignore[no-any-return]
 

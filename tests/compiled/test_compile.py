@@ -55,23 +55,26 @@ def test_sample_passes_opcheck(k: int) -> None:
     )
 
 
-@pytest.mark.parametrize("n", [64, 72])
-@pytest.mark.parametrize("k", [0, 3])
-def test_sample_fp8_passes_opcheck(k: int, n: int) -> None:
+@pytest.mark.parametrize(
+    ("k", "n", "c"), [(0, 64, 30), (0, 72, 30), (3, 64, 30), (3, 72, 30), (0, 72, 60)]
+)
+def test_sample_fp8_passes_opcheck(k: int, n: int, c: int) -> None:
     x, g = torch.randn(60, n, device=DEVICE), torch.randn(60, 80, device=DEVICE)
     x, g = x.bfloat16(), g.bfloat16()
     offset = torch.rand(1, dtype=torch.float64, device=DEVICE)
     basis = torch.randn(n, k, device=DEVICE).bfloat16()
     whole = sampling.whole(x, basis, g) if k else (None, None, None)
-    arguments = (g, x, sampling.sizes(g), fp8.largest(x), 30, offset, *whole, "auto")
+    arguments = (g, x, sampling.sizes(g), fp8.largest(x), c, offset, *whole, "auto")
     library.opcheck(torch.ops.pamm.sample_fp8.default, arguments)
 
 
-@pytest.mark.parametrize("directions", [0, 4])
-def test_drawn_rows_in_8_bits_compile(monkeypatch: pytest.MonkeyPatch, directions: int) -> None:
+@pytest.mark.parametrize(("ratio", "directions"), [(2 / 3, 0), (2 / 3, 4), (1, 0)])
+def test_rows_in_8_bits_compile(
+    monkeypatch: pytest.MonkeyPatch, ratio: float, directions: int
+) -> None:
     """Of widths that the multiplication wants padded."""
     monkeypatch.setattr(fp8, "is_served", lambda device, dtype: True)  # as on a GPU that can
-    config = pamm.PammConfig("sampled", ratio=2 / 3, directions=directions)
+    config = pamm.PammConfig("sampled", ratio, directions=directions)
     eager, target = converted(config), converted(config)
     compiled = torch.compile(target, fullgraph=True)
     x = torch.randn(2, 20, 16, device=DEVICE)

@@ -41,20 +41,22 @@ class Sampled(Carrying):
         return offset, (self.axes * sampling.unit(len(self.axes))).to(x.dtype)
 
     def weight_grad(self, state: State, grad: Float[Tensor, "tokens m"]) -> Float[Tensor, "m n"]:
-        """From as many tokens as ``config`` says."""
+        """From as many tokens as ``config`` says; from all of them exact, but for 8 bits."""
         offset, *basis, x = state
-        c = self.config.generators(len(grad))
-        # So many rows stand for X: no fewer than it has would take as long, and be less exact.
-        rows = c + (basis[0].shape[1] if basis else 0)
+        c, backend = self.config.generators(len(grad)), self.config.backend
+        in_8_bits = self.config.fp8 and fp8.is_served(grad.device, grad.dtype)
         with ops.no_autocast(grad):
-            if rows >= len(grad):
+            if in_8_bits and 0 < c == len(grad):
+                sizes = sampling.sizes(grad), fp8.largest(x)
+                return ops.sample_fp8(x, grad, *sizes, c, offset, None, backend)
+            # So many rows stand for X: no fewer than it has would take as long, and be less exact.
+            if c + (basis[0].shape[1] if basis else 0) >= len(grad):
                 return grad.T @ x.to(grad.dtype)
             # Not in the op: torch.compile has one z for q, k and v, and takes sizes as it makes G.
             whole = sampling.whole(x, basis[0], grad) if basis else None
-            size, backend = sampling.sizes(grad), self.config.backend
-            if self.config.fp8 and fp8.is_served(grad.device, grad.dtype):
-                most = fp8.largest(x)
-                return ops.sample_fp8(x, grad, size, most, c, offset, whole, backend)
+            size = sampling.sizes(grad)
+            if in_8_bits:
+                return ops.sample_fp8(x, grad, size, fp8.largest(x), c, offset, whole, backend)
             x_rows, g_rows = ops.sample(x, grad, size, c, offset, whole, backend)
             return (g_rows.T @ x_rows)[: grad.shape[1], : x.shape[1]]
 

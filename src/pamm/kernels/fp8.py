@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pamm.fp8 import DTYPE, Rows, padded, rounded
+from pamm.kernels.sample import draw_with_units as draw_with_units
 from pamm.kernels.sample import in_directions
 from pamm.kernels.tiles import ceil_div, interpreted, operand, power_of_2, precision
 from pamm.sampling import Whole
