@@ -48,7 +48,7 @@ def test_drawing_nothing_from_nothing() -> None:
 
 @pytest.mark.parametrize(("tokens", "k"), [(2, 1), (4, 2), (5, 2), (6, 3), (7, 2), (9, 1), (8, 2)])
 def test_every_subset_is_equally_likely(tokens: int, k: int) -> None:
-    stream, draws = Stream(seed=0, name="subsets"), 2_000
+    stream, draws = Stream(seed=0, name="subsets"), 4_000
     seen = collections.Counter(
         tuple(sorted(stream.draw(tokens, k, CPU).tolist())) for _ in range(draws)
     )

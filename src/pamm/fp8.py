@@ -88,14 +88,11 @@ def draw_with_units(
 
 
 def all_with_units(
-    size: Float[Tensor, " tokens"],
-    c: int,
-    offset: Float[Tensor, " 1"],
-    most: Float[Tensor, " tokens"],
-) -> tuple[Int64[Tensor, " c"], Float[Tensor, " c"], Float[Tensor, " 2"]]:
-    """Of c = tokens there is nothing to draw: each once."""
-    index = torch.arange(c, device=size.device)
-    return index, torch.ones_like(size), units(size, most, c)
+    size: Float[Tensor, " tokens"], most: Float[Tensor, " tokens"]
+) -> tuple[Int64[Tensor, " tokens"], Float[Tensor, " tokens"], Float[Tensor, " 2"]]:
+    """Each token once, where there is nothing to draw."""
+    index = torch.arange(len(size), device=size.device)
+    return index, torch.ones_like(size), units(size, most, len(size))
 
 
 def rows(

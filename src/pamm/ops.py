@@ -312,8 +312,11 @@ def _sample_fp8(
     twin: Any = fp8
     if _use_triton(g, backend):
         from pamm.kernels import fp8 as twin
-    draw = fp8.all_with_units if c == len(size) else twin.draw_with_units
-    made = fp8.product(twin.rows(x, g, *draw(size, c, offset, most), whole), g.dtype)
+    if c == len(size):
+        drawn = fp8.all_with_units(size, most)
+    else:
+        drawn = twin.draw_with_units(size, c, offset, most)
+    made = fp8.product(twin.rows(x, g, *drawn, whole), g.dtype)
     if whole is not None:
         made[: g.shape[1], : x.shape[1]].addmm_(whole.inner.T, whole.basis.T.to(g.dtype))
     return made

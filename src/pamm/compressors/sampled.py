@@ -47,10 +47,9 @@ class Sampled(Carrying):
         in_8_bits = self.config.fp8 and fp8.is_served(grad.device, grad.dtype)
         with ops.no_autocast(grad):
             if in_8_bits and 0 < c == len(grad):
-                sizes = sampling.sizes(grad), fp8.largest(x)
-                return ops.sample_fp8(x, grad, *sizes, c, offset, None, backend)
+                basis = []  # directions are for what is not drawn
             # So many rows stand for X: no fewer than it has would take as long, and be less exact.
-            if c + (basis[0].shape[1] if basis else 0) >= len(grad):
+            elif c + (basis[0].shape[1] if basis else 0) >= len(grad):
                 return grad.T @ x.to(grad.dtype)
             # Not in the op: torch.compile has one z for q, k and v, and takes sizes as it makes G.
             whole = sampling.whole(x, basis[0], grad) if basis else None
