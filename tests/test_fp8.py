@@ -257,6 +257,8 @@ def test_of_all_tokens_none_is_drawn_and_the_gradient_is_exact_but_for_rounding(
     assert 0 < relative_error(made, g.double().T @ x.double()) < 0.05
     other = (torch.full_like(state[0], 0.9), *state[1:])
     assert torch.equal(made, rounded.weight_grad(other, g)), "of the draw it knows nothing"
+    bare = compressor(pamm.PammConfig("sampled", 1, backend=backend))
+    assert torch.equal(made, bare.weight_grad((state[0], x), g)), "nor of directions"
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 2])
